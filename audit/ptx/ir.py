@@ -1,0 +1,145 @@
+"""The program that the auditor sees: modules, functions, instructions and operands of PTX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Reg:
+    """A register, special register (`%tid.x`), or named symbol used as a value. `name` keeps its `%`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imm:
+    """An immediate. Floats written as 0f/0d hex are decoded; `bits` is the raw text."""
+
+    value: int | float
+    bits: str
+
+
+@dataclass(frozen=True, slots=True)
+class Addr:
+    """`[base+offset]`. `base` is a Reg, or a Symbol for `[param_0+8]`, or None for an absolute address."""
+
+    base: Reg | Symbol | None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A name that is neither register nor immediate: parameter, shared variable, label, function."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Vec:
+    """`{a, b, c, d}`"""
+
+    items: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAddr:
+    """`[descriptor, {coordinates}]` of the tensor copies."""
+
+    base: Reg | Symbol
+    coordinates: tuple[Operand, ...]
+
+
+Operand = Reg | Imm | Addr | Symbol | Vec | TensorAddr
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLoc:
+    """Line of the kernel source that the compiler named with `.loc`."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One PTX instruction.
+
+    `opcode` is the part before the first dot, `mods` the rest in order: `ld.acquire.gpu.global.b32` is
+    ("ld", ("acquire", "gpu", "global", "b32")). State-space modifiers keep their `::`: "shared::cluster".
+    `pred` is (register, negated) or None. `operands` follow the text, destination first.
+    `line` is the 1-based line in the PTX text. `index` is the position in the function body.
+    """
+
+    index: int
+    opcode: str
+    mods: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    pred: tuple[str, bool] | None
+    line: int
+    loc: SourceLoc | None
+    text: str
+    inline_asm: bool = False
+
+    @property
+    def name(self) -> str:
+        """Opcode with its modifiers, as written."""
+        return ".".join((self.opcode, *self.mods))
+
+    def has(self, *mods: str) -> bool:
+        """True when every one of `mods` is among the modifiers."""
+        return all(m in self.mods for m in mods)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A `.shared`, `.global`, `.const`, `.local` or `.param` declaration. `size` in bytes, None if extern/unsized."""
+
+    name: str
+    space: str
+    type: str
+    size: int | None
+    align: int = 1
+    pointer_space: str = ""
+
+
+@dataclass
+class Function:
+    """An `.entry` or `.func`. `labels` maps a label to the index of the instruction that follows it.
+
+    `branch_targets` maps the name of a `.branchtargets` list to its labels; `directives` holds `.reqntid`,
+    `.maxntid`, `.reqnctapercluster`, ... as written.
+    """
+
+    name: str
+    is_entry: bool
+    params: list[Variable] = field(default_factory=list)
+    returns: list[Variable] = field(default_factory=list)
+    body: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    registers: dict[str, str] = field(default_factory=dict)
+    branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    directives: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    line: int = 0
+
+
+@dataclass
+class Module:
+    """One PTX text. `unknown` lists what the parser did not understand: (line, text). Never skipped in silence."""
+
+    version: tuple[int, int]
+    target: str
+    functions: dict[str, Function] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    files: dict[int, str] = field(default_factory=dict)
+    unknown: list[tuple[int, str]] = field(default_factory=list)
+    name: str = "<ptx>"
+
+    @property
+    def entries(self) -> list[Function]:
+        return [f for f in self.functions.values() if f.is_entry]
