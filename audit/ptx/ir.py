@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Reg:
-    """A register, special register (`%tid.x`), or named symbol used as a value. `name` keeps its `%`."""
+    """A register or special register (`%tid.x`); `_` is the sink. `name` keeps its `%`.
+
+    A register declared in a nested scope whose name is taken gets a unique name: `r`, `r#1`, `r#2`, ...
+    """
 
     name: str
 
@@ -38,28 +41,44 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Vec:
-    """`{a, b, c, d}`"""
+    """`{a, b, c, d}`, and the lists `(a, b)` of a call."""
 
     items: tuple[Operand, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Not:
+    """`!p`: a predicate operand used negated."""
+
+    item: Reg
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """`p|q`: the two destinations of `setp`, `shfl`, `match`, `elect`; either may be the sink `_`."""
+
+    first: Operand
+    second: Operand
+
+
+@dataclass(frozen=True, slots=True)
 class TensorAddr:
-    """`[descriptor, {coordinates}]` of the tensor copies."""
+    """`[descriptor, {coordinates}]` of tensor copies; a texture's sampler comes first among the coordinates."""
 
     base: Reg | Symbol
     coordinates: tuple[Operand, ...]
 
 
-Operand = Reg | Imm | Addr | Symbol | Vec | TensorAddr
+Operand = Reg | Imm | Addr | Symbol | Vec | TensorAddr | Not | Pair
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLoc:
-    """Line of the kernel source that the compiler named with `.loc`."""
+    """Line of the kernel source that the compiler named with `.loc`; `inlined_at` is the caller's line."""
 
     file: str
     line: int
+    inlined_at: SourceLoc | None = None
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.file else ""
@@ -71,8 +90,9 @@ class Instruction:
 
     `opcode` is the part before the first dot, `mods` the rest in order: `ld.acquire.gpu.global.b32` is
     ("ld", ("acquire", "gpu", "global", "b32")). State-space modifiers keep their `::`: "shared::cluster".
-    `pred` is (register, negated) or None. `operands` follow the text, destination first.
-    `line` is the 1-based line in the PTX text. `index` is the position in the function body.
+    `pred` is (register, negated) or None. `operands` follow the text, destination first; a `call` always has
+    (Vec of results, target, Vec of arguments) and then its prototype or target list if the text names one.
+    `inline_asm` marks text between the compiler's `// begin inline asm` and `// end inline asm`. `line` is the 1-based line in the PTX text. `index` is the position in the function body.
     """
 
     index: int
@@ -97,7 +117,10 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A `.shared`, `.global`, `.const`, `.local` or `.param` declaration. `size` in bytes, None if extern/unsized."""
+    """A `.shared`, `.global`, `.const`, `.local` or `.param` declaration. `size` in bytes, None if extern/unsized.
+
+    `init` is the initialiser's raw text; `linkage` is "extern", "visible", "weak", "common" or "".
+    """
 
     name: str
     space: str
@@ -105,14 +128,18 @@ class Variable:
     size: int | None
     align: int = 1
     pointer_space: str = ""
+    init: str = ""
+    linkage: str = ""
 
 
 @dataclass
 class Function:
     """An `.entry` or `.func`. `labels` maps a label to the index of the instruction that follows it.
 
-    `branch_targets` maps the name of a `.branchtargets` list to its labels; `directives` holds `.reqntid`,
-    `.maxntid`, `.reqnctapercluster`, ... as written.
+    `registers` holds the declared type of every register that the body uses. `branch_targets` maps the name of a
+    `.branchtargets` or `.calltargets` list to its labels or functions, `prototypes` that of a `.callprototype` to
+    its text; `directives` holds `.reqntid`, `.maxntid`, `.reqnctapercluster`, ... as written.
+    `has_body` is False for a declaration alone.
     """
 
     name: str
@@ -124,8 +151,10 @@ class Function:
     variables: dict[str, Variable] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)
     branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    prototypes: dict[str, str] = field(default_factory=dict)
     directives: dict[str, tuple[str, ...]] = field(default_factory=dict)
     line: int = 0
+    has_body: bool = True
 
 
 @dataclass
@@ -137,9 +166,10 @@ class Module:
     functions: dict[str, Function] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
     files: dict[int, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     unknown: list[tuple[int, str]] = field(default_factory=list)
     name: str = "<ptx>"
 
     @property
     def entries(self) -> list[Function]:
-        return [f for f in self.functions.values() if f.is_entry]
+        return [f for f in self.functions.values() if f.is_entry and f.has_body]
