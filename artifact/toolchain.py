@@ -125,8 +125,8 @@ def assemble(ptx: str, arch: str, *, line_info: bool = False, opt: int = 3) -> b
     """Cubin of a PTX text for one architecture ("sm_90a"). The same text gives the same bytes.
 
     `line_info` adds the table from machine code to PTX lines that `disassemble(..., ptx_lines=True)` prints;
-    the instructions stay the same. `opt` is ptxas's -O level. Raises ToolError with the first complaint of ptxas
-    and its PTX line.
+    the instructions stay the same. `opt` is ptxas's -O level. Raises ToolError with ptxas's first complaint and
+    the PTX line that it names.
     """
     with tempfile.TemporaryDirectory(prefix="k3-audit-") as folder:
         # Fixed names inside a fresh folder: ptxas writes them into the line table.
