@@ -63,7 +63,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class TensorAddr:
-    """`[descriptor, {coordinates}]` of tensor copies; a texture's sampler comes first among the coordinates."""
+    """`[descriptor, {coordinates}]` of tensor copies; a texture's sampler comes first among `coordinates`."""
 
     base: Reg | Symbol
     coordinates: tuple[Operand, ...]
@@ -92,7 +92,8 @@ class Instruction:
     ("ld", ("acquire", "gpu", "global", "b32")). State-space modifiers keep their `::`: "shared::cluster".
     `pred` is (register, negated) or None. `operands` follow the text, destination first; a `call` always has
     (Vec of results, target, Vec of arguments) and then its prototype or target list if the text names one.
-    `inline_asm` marks text between the compiler's `// begin inline asm` and `// end inline asm`. `line` is the 1-based line in the PTX text. `index` is the position in the function body.
+    `inline_asm` marks text between the compiler's `// begin inline asm` and `// end inline asm`.
+    `line` is the 1-based line in the PTX text. `index` is the position in the function body.
     """
 
     index: int
@@ -117,9 +118,10 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A `.shared`, `.global`, `.const`, `.local` or `.param` declaration. `size` in bytes, None if extern/unsized.
+    """A `.shared`, `.global`, `.const`, `.local` or `.param` declaration.
 
-    `init` is the initialiser's raw text; `linkage` is "extern", "visible", "weak", "common" or "".
+    `size` is in bytes, None if the array has no extent; `init` is the initialiser's raw text; `linkage` is
+    "extern", "visible", "weak", "common" or "".
     """
 
     name: str
@@ -134,11 +136,11 @@ class Variable:
 
 @dataclass
 class Function:
-    """An `.entry` or `.func`. `labels` maps a label to the index of the instruction that follows it.
+    """An `.entry` or `.func`. `labels` maps a label to the index of the instruction after it.
 
-    `registers` holds the declared type of every register that the body uses. `branch_targets` maps the name of a
-    `.branchtargets` or `.calltargets` list to its labels or functions, `prototypes` that of a `.callprototype` to
-    its text; `directives` holds `.reqntid`, `.maxntid`, `.reqnctapercluster`, ... as written.
+    `registers` holds the declared type of every register that the body uses. `branch_targets` maps the name of
+    a `.branchtargets` or `.calltargets` list to its labels or functions, `prototypes` that of a
+    `.callprototype` to its text; `directives` holds `.reqntid`, `.reqnctapercluster`, ... as written.
     `has_body` is False for a declaration alone.
     """
 
@@ -159,7 +161,7 @@ class Function:
 
 @dataclass
 class Module:
-    """One PTX text. `unknown` lists what the parser did not understand: (line, text). Never skipped in silence."""
+    """One PTX text. `unknown` lists what the parser did not understand, as (line, text)."""
 
     version: tuple[int, int]
     target: str
