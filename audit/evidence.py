@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from k3_audit.artifact.artifact import Artifact, sha256
+from k3_audit.artifact.atomic import write_atomic
 
-from .files import write_atomic
 from .findings import Verdict
 
 SCHEMA = 1
@@ -98,7 +98,7 @@ class Evidence:
 
     @classmethod
     def from_dict(cls, data: Any, where: str) -> Evidence:
-        """Inverse of :meth:`to_dict`. Raises EvidenceError for a missing field or a digest that does not fit."""
+        """Inverse of :meth:`to_dict`. Raises EvidenceError: a field is missing, the digest does not fit."""
         if not isinstance(data, dict):
             raise EvidenceError(f"{where}: an evidence record must be a table, not {type(data).__name__}")
         given = dict(data)
@@ -233,7 +233,7 @@ class Lock:
 
 
 def launch_sha256(artifact: Artifact) -> str:
-    """Hash of what the launcher adds to the cubin: entry symbol, launch shape, order and types of arguments."""
+    """Hash of what the launcher adds to the cubin: symbol, launch shape, order and types of arguments."""
     contract = artifact.contract
     facts = [artifact.entry, asdict(contract.launch), [(p.dtype, p.role) for p in contract.params]]
     return sha256(json.dumps(facts, sort_keys=True))

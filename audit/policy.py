@@ -1,4 +1,4 @@
-"""The gate's demands, golden/policy.toml: the evidence each architecture needs, the findings that are accepted."""
+"""The gate's demands, golden/policy.toml: the evidence that is needed, the findings that are accepted."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from k3_audit.artifact.artifact import ARCHITECTURES
 from k3_audit.audit.evidence import EvidenceWriter, Machine, this_machine
-from k3_audit.audit.files import tree_sha256
 from k3_audit.audit.findings import Verdict
 from k3_audit.audit.policy import Policy
+from k3_audit.audit.tree import tree_sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 
