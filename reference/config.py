@@ -1,7 +1,8 @@
 """The model's configuration, in the released `config.json` layout.
 
 Field names are those of `text_config` in the checkpoint `moonshotai/Kimi-K3`. Layer numbers in this package
-are zero-based (`l = 0 .. num_hidden_layers - 1`); the two lists in `linear_attn_config` are 1-based, as released.
+are zero-based (`l = 0 .. num_hidden_layers - 1`); the two lists in `linear_attn_config` are 1-based, as
+released.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ MXFP4_GROUP = 32
 _ARCHITECTURE = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"}
 _TEXT_ARCHITECTURE = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
 
-# What the release says about quantisation. It is not the rule for reading tensors: the router, the latent and
-# the AttnRes projections are missing from `ignore` and still stored as BF16. `weight_packed` being there decides.
+# What the release says about quantisation. It is not the rule for reading tensors: the router, the latent
+# and the AttnRes projections are missing from `ignore` and still stored as BF16. `weight_packed` being
+# there decides.
 _QUANTIZATION = {
     "quant_method": "compressed-tensors",
     "format": "mxfp4-pack-quantized",

@@ -25,7 +25,7 @@ class TensorSpec(NamedTuple):
 
 
 def expected_tensors(config: Config) -> dict[str, TensorSpec]:
-    """Name to spec of every text tensor of such a checkpoint (497,052 tensors for the released configuration)."""
+    """Name to spec of every text tensor of such a checkpoint: 497,052 for the released configuration."""
     specs = dict(shell_tensors(config))
     for l in range(config.num_hidden_layers):
         specs.update(layer_tensors(config, l))
