@@ -138,8 +138,8 @@ class Variable:
 class Function:
     """An `.entry` or `.func`. `labels` maps a label to the index of the instruction after it.
 
-    `registers` holds the declared type of every register that the body uses. `branch_targets` maps the name of
-    a `.branchtargets` or `.calltargets` list to its labels or functions, `prototypes` that of a
+    `registers` holds the declared type of every register that the body uses. `branch_targets` maps the name
+    of a `.branchtargets` or `.calltargets` list to its labels or functions, `prototypes` that of a
     `.callprototype` to its text; `directives` holds `.reqntid`, `.reqnctapercluster`, ... as written.
     `has_body` is False for a declaration alone.
     """

@@ -41,10 +41,11 @@ class PtxError(ValueError):
 def parse(text: str | bytes, name: str = "<ptx>") -> Module:
     """Parse one PTX text. Raises PtxError when it is no PTX (bytes must be UTF-8)."""
     if isinstance(text, bytes):
+        data = text
         try:
-            text = text.decode()
+            text = data.decode()
         except UnicodeDecodeError as e:
-            raise PtxError(text.count(b"\n", 0, e.start) + 1, "not UTF-8 text, so not PTX") from e
+            raise PtxError(data.count(b"\n", 0, e.start) + 1, "not UTF-8 text, so not PTX") from e
     return _Parser(text, name).module()
 
 
@@ -201,8 +202,8 @@ class _Parser:
 
     def module(self) -> Module:
         text, module = self.text, self.result
-        for m in re.finditer(r"^\s*\.file" + _FILE.pattern, text, re.MULTILINE):
-            module.files[int(m[1])] = self.strings[int(m[2])]
+        for file in re.finditer(r"^\s*\.file" + _FILE.pattern, text, re.MULTILINE):
+            module.files[int(file[1])] = self.strings[int(file[2])]
         pos = 0
         while True:
             m = _TOP.match(text, pos)
@@ -404,8 +405,8 @@ class _Body:
             if v.space == "reg":
                 function.registers[v.name] = v.type
         self.taken: dict[str, int] = {}  # text name -> how often it has been declared
-        for v in function.variables:
-            self.taken[v] = 1
+        for name in function.variables:
+            self.taken[name] = 1
         self.branches: list[tuple[int, _Scope]] = []  # instructions whose labels are resolved at the end
         self.loc: SourceLoc | None = None
         self.locs: dict[tuple[str, ...], SourceLoc] = {}
