@@ -7,6 +7,7 @@ released.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -176,6 +177,7 @@ class Config:
         """Read a released `config.json`, given as a path or as the parsed object. Unknown fields are ignored.
 
         Raises ValueError naming the field that is missing, of the wrong type, or outside what this model is.
+        Raises OSError if the file cannot be read.
         """
         if isinstance(source, Mapping):
             document: Any = source
@@ -197,10 +199,8 @@ class Config:
         linear = text["linear_attn_config"]
         for name in ("full_attn_layers", "kda_layers"):
             linear[name] = list(linear[name])
-        return {
-            **_ARCHITECTURE,
-            "text_config": {**_TEXT_ARCHITECTURE, **text, "quantization_config": _QUANTIZATION},
-        }
+        text = {**_TEXT_ARCHITECTURE, **text, "quantization_config": _QUANTIZATION}
+        return copy.deepcopy({**_ARCHITECTURE, "text_config": text})
 
 
 def load_config(name: str) -> Config:

@@ -48,11 +48,9 @@ class KdaCache:
 def kda(
     x: Tensor, w: Mapping[str, Tensor], config: Config, cache: KdaCache, rd: Rounding = EXACT
 ) -> tuple[Tensor, KdaCache]:
-    """The KDA sublayer on normed `x [..., T, E]`: its output `[..., T, E]` and the cache after the last
-    token.
+    """The KDA sublayer on normed `x [..., T, E]`: the output `[..., T, E]`, and the cache after token T.
 
-    `w` has the released names below `self_attn.`. One token takes the recurrent form, more take the chunked
-    one.
+    `w` has the released names below `self_attn.`. One token takes the recurrent form, more the chunked one.
     """
     c = config.linear_attn_config
     packed = torch.cat([linear(x, w[f"{name}_proj.weight"], rd) for name in "qkv"], dim=-1)
@@ -79,17 +77,17 @@ def kda(
 
 
 def short_conv(x: Tensor, taps: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal depthwise convolution, then SiLU: `x [..., T, C]`, `taps [C, n]` oldest first, `history [...,
-    n-1, C]`.
+    """Causal depthwise convolution, then SiLU.
 
-    Returns the activated output `[..., T, C]` and the history after the last token.
+    `x [..., T, C]`, `taps [C, n]` oldest first, `history [..., n-1, C]`. Returns the activated output
+    `[..., T, C]` and the history after the last token.
     """
     n, T = taps.shape[-1], x.shape[-2]
     padded = torch.cat([history, x], dim=-2)
     summed = torch.zeros_like(x)
     for j in range(n):
         summed = summed + taps[:, j] * padded[..., j : j + T, :]
-    return summed * torch.sigmoid(summed), padded[..., T:, :]
+    return summed * torch.sigmoid(summed), padded[..., T:, :].clone()
 
 
 def decay_gate(z: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
@@ -150,10 +148,9 @@ def _chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     n = q.shape[-2]
-    # span[i, j] = sum of the log-decays of tokens j+1 .. i, the difference G_i - G_j of the cumulative log-
-    # decay but free of its cancellation; 0 on and above the diagonal. Its exponential is at most 1, whereas
-    # the separate factors exp(G_i) and exp(-G_j) would underflow and overflow (in float32 after 18
-    # saturated tokens).
+    # span[i, j] = log-decay from token j to token i: the difference G_i - G_j of cumulative log-decays, but
+    # summed directly to be free of cancellation; 0 on and above the diagonal. Its exponential is at most 1;
+    # the two factors exp(G_i) and exp(-G_j) would underflow and overflow, in float32 after 18 saturated tokens.
     later = torch.ones(n, n, dtype=q.dtype, device=q.device).tril(-1)
     span = (log_decay[..., :, None, :] * later[:, :, None]).cumsum(-3)
     decayed_k = span.exp() * k[..., None, :, :]

@@ -1,9 +1,8 @@
-"""Gated MLA without position encoding: full attention over a compressed latent per token, then a sigmoid
-gate.
+"""Gated MLA without position encoding: attention over one compressed latent per token, then a sigmoid gate.
 
 Shapes: `T` queries, `S` cached tokens of which the queries are the last, `H` heads; leading batch axes may
-precede. `R = kv_lora_rank`; a cache row is `[c (R) | kr (qk_rope_head_dim)]`. The `rope` dimensions carry
-no rotation in this model, but their term is part of the score.
+precede. `R = kv_lora_rank`; `rope = qk_rope_head_dim`; a cache row is `[c (R) | kr (rope)]`. The
+`rope` dimensions carry no rotation in this model, but their term is part of the score.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ SCORE_ELEMENTS = 2**27
 
 @dataclass(frozen=True)
 class MlaCache:
-    """The latents of the tokens so far: the first `length` rows of `buffer [..., capacity, R +
-    qk_rope_head_dim]`.
+    """The latents of the tokens so far: the first `length` rows of `buffer [..., capacity, R + rope]`.
 
     Appending returns a new value that shares the buffer while it has room, so keep only one continuation of
     a cache; `clone` first to keep two.
@@ -46,11 +44,11 @@ class MlaCache:
 
     @property
     def rows(self) -> Tensor:
-        """The valid rows, `[..., length, R + qk_rope_head_dim]`."""
+        """The valid rows, `[..., length, R + rope]`."""
         return self.buffer[..., : self.length, :]
 
     def append(self, rows: Tensor) -> MlaCache:
-        """The cache with `rows [..., T, R + qk_rope_head_dim]` at its end; the buffer grows by doubling."""
+        """The cache with `rows [..., T, R + rope]` at its end; the buffer grows by doubling."""
         length, buffer = self.length + rows.shape[-2], self.buffer
         if length > buffer.shape[-2]:
             grown = rows.new_full((*rows.shape[:-2], max(length, 2 * self.length), rows.shape[-1]), math.nan)
@@ -152,9 +150,7 @@ def _attend(
         seen = S - T + stop
         queries, keys = slice(start, stop), slice(0, seen)
         scores = score(queries, keys) * config.qk_head_dim**-0.5
-        future = torch.ones(stop - start, seen, dtype=torch.bool, device=scores.device).triu(
-            S - T + start + 1
-        )
+        future = torch.ones_like(scores[..., :1, :, :], dtype=torch.bool).triu(S - T + start + 1)
         outputs.append(value(scores.masked_fill(future, -math.inf).softmax(-1), keys))
     return torch.cat(outputs, dim=-3)
 

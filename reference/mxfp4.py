@@ -22,6 +22,7 @@ _VALUES = (*MAGNITUDES, *(-m for m in MAGNITUDES))
 _SCALES = (*(2.0 ** (e - 127) for e in range(255)), math.nan)
 _LARGEST_EXPONENT = 2  # of 6 = 1.5 * 2^2
 _MIDPOINTS = [(a + b) / 2 for a, b in pairwise(MAGNITUDES)]
+_TO_EVEN_BELOW, _TO_EVEN_ABOVE = _MIDPOINTS[0::2], _MIDPOINTS[1::2]
 
 
 def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -55,8 +56,8 @@ def encode(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(-1)
     exponent = torch.where(largest > 0, largest.frexp().exponent - 1 - _LARGEST_EXPONENT, 0).clamp(-127, 127)
     scaled = groups.abs() / torch.exp2(exponent.double())[..., None]
-    midpoints = torch.tensor(_MIDPOINTS, dtype=torch.float64, device=x.device)
-    # Count the midpoints below: strictly where the lower code is even, so that a tie stays on the even code.
-    above = torch.bucketize(scaled, midpoints[0::2]) + torch.bucketize(scaled, midpoints[1::2], right=True)
-    codes = (above + 8 * groups.signbit()).to(torch.uint8).flatten(-2)
+    # A value's code is the number of midpoints below it; one that lies on a midpoint goes to the even code.
+    below, above = (scaled.new_tensor(points) for points in (_TO_EVEN_BELOW, _TO_EVEN_ABOVE))
+    magnitude = torch.bucketize(scaled, below) + torch.bucketize(scaled, above, right=True)
+    codes = (magnitude + 8 * groups.signbit()).to(torch.uint8).flatten(-2)
     return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8)

@@ -23,7 +23,12 @@ from .tensors import TensorSpec, expected_tensors
 # Standard deviation of a matrix is gain / sqrt(inputs): unit inputs give outputs of size `gain`.
 _GAIN = {
     "q_b_proj.weight": 3.0,  # attention logits of that size: about S / e^9 of S tokens share the weight
+    "gate.weight": 2.0,  # router
     "lm_head.weight": 3.0,
+    # Sublayer outputs smaller than the embedding; otherwise a random model is chaotic and rounding decides.
+    "o_proj.weight": 0.3,
+    "down_proj.weight": 0.5,
+    "routed_expert_up_proj.weight": 0.15,
     "self_attention_res_proj.weight": 0.03,  # near-equal mixture logits, as reported for the real weights
     "mlp_res_proj.weight": 1.0,
     "output_attn_res_proj.weight": 0.3,
