@@ -165,7 +165,7 @@ def _row(
         parts = []
         for tier in required:
             records = [r for r in entry.evidence if r.tier == tier] if entry else []
-            missing = list(_missing(artifact, tier, records, lock, policy))
+            missing = list(missing_evidence(artifact, tier, records, lock, policy))
             if missing:
                 command = (regenerate_command(kernel=kernel, arch=arch, tier=tier),)
                 message = f"{tier} evidence is missing; on a machine with a GPU of {arch}:"
@@ -287,7 +287,7 @@ def _code(
         notes.append(f"built with another toolkit, same machine code: {toolkit}")
 
 
-def _missing(
+def missing_evidence(
     artifact: Artifact, tier: str, records: Sequence[Evidence], lock: Lock, policy: Policy
 ) -> Iterable[str]:
     """Why the records of one tier are not enough, a line for each reason; nothing when they are."""

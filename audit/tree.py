@@ -31,17 +31,22 @@ def tree_hashes(root: Path, paths: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def combine(hashes: Mapping[str, str]) -> str:
+    """One hash over a table of file hashes: moves when a file changes, appears, vanishes or is renamed."""
+    return sha256("".join(f"{name}:{digest}\n" for name, digest in sorted(hashes.items())))
+
+
 def tree_sha256(root: Path, paths: Iterable[str]) -> str:
-    """One hash over :func:`tree_hashes`: moves when a file changes, appears, vanishes or is renamed."""
-    return sha256("".join(f"{name}:{digest}\n" for name, digest in sorted(tree_hashes(root, paths).items())))
+    """One hash over the files and folders named in `paths`; see :func:`tree_hashes`."""
+    return combine(tree_hashes(root, paths))
 
 
 @dataclass(frozen=True)
 class Tree:
     """Hashes of one checkout.
 
-    `reference` and `expected` hash reference/ and golden/expected/, `tiers` the code of each tier; `sources` maps
-    each kernel that exists to the hashes of the files which decide its machine code.
+    `reference` and `expected` hash reference/ and golden/expected/, `tiers` the code of each tier; `sources`
+    maps each kernel that exists to the hashes of the files which decide its machine code.
     """
 
     reference: str

@@ -1,0 +1,420 @@
+"""`k3-audit`: the one place that puts the rooms together for a person at a terminal.
+
+Exit codes: 0 clean, 1 findings, 2 inconclusive, 3 error (bad input and bad usage too). Whatever is given, an
+error is one line on stderr that says what to do; `--debug` adds the traceback. Heavy imports (torch, the
+kernel toolkit) happen inside the commands that need them, so that `scan` and `explain` start at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .findings import ExitCode, Finding, Severity, Verdict, worst
+
+if TYPE_CHECKING:
+    from k3_audit.artifact import Artifact, Contract, Store
+    from rich.console import Console
+
+    from .scan import KernelReport
+
+EXIT = {
+    Verdict.CLEAN: ExitCode.CLEAN,
+    Verdict.FINDING: ExitCode.FINDINGS,
+    Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
+    Verdict.ERROR: ExitCode.ERROR,
+}
+FORMATS = ("terminal", "json", "sarif", "junit", "html")
+
+# Columns of a table where the output is no terminal and $COLUMNS says nothing.
+_WIDTH = 120
+
+
+def main() -> None:
+    """Entry point of the command `k3-audit`."""
+    for stream in (sys.stdout, sys.stderr):
+        # A file name may hold bytes that are no text; naming it must not fail.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Never raises. `--debug` may stand anywhere in it."""
+    debug = "--debug" in arguments
+    try:
+        code = cli.main([a for a in arguments if a != "--debug"], prog_name="k3-audit", standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
+    except BrokenPipeError:
+        # The reader (`| head`) has gone: nothing is left to say, also not when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.ERROR
+    except (KeyboardInterrupt, click.Abort):
+        message = "interrupted"
+    except click.UsageError as e:
+        message = (
+            f"{e.format_message().rstrip('.')} (see {e.ctx.command_path if e.ctx else 'k3-audit'} --help)"
+        )
+    except click.ClickException as e:
+        message = e.format_message()
+    except Exception as e:
+        message = reason(e)
+    if debug:
+        traceback.print_exc()
+    complain(message)
+    return ExitCode.ERROR
+
+
+def complain(message: str) -> None:
+    """The one line of an error."""
+    print(f"k3-audit: error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def reason(error: Exception) -> str:
+    """What to tell a person about an exception, in one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed (pip install {error.name})"
+    if type(error).__module__.startswith("k3_audit.") or isinstance(error, (OSError, ValueError)):
+        return str(error) or type(error).__name__
+    return (
+        f"{type(error).__name__}: {error} (a defect of k3-audit: please report it with the output of --debug)"
+    )
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 clean, 1 findings, 2 inconclusive, 3 error. --debug, anywhere on the line, shows "
+    "the traceback of an error. NO_COLOR is honoured.",
+)
+@click.version_option(package_name="k3-audit", prog_name="k3-audit")
+def cli() -> None:
+    """Evidence that GPU kernels are right: order, scope and proxy in PTX and SASS, and the gate over it.
+
+    \b
+    Examples:
+      k3-audit scan kernel.ptx                    what the auditor says about anyone's PTX
+      k3-audit scan build/*.cubin --format sarif -o findings.sarif
+      k3-audit explain R15                        what a rule means, and how to fix it
+      k3-audit gate                               is there fresh evidence for our own kernels?
+    """
+
+
+_format = click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    default="terminal",
+    show_default=True,
+    help="Form of the report.",
+)
+_output = click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to a file."
+)
+_root = click.option(
+    "--root",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The checkout (default: the one that holds the current folder).",
+)
+
+
+# Output.
+
+
+def _console(file: Any = None) -> Console:
+    from rich.console import Console
+
+    plain = file is not None or not sys.stdout.isatty()
+    width = None if not plain or "COLUMNS" in os.environ else _WIDTH
+    return Console(file=file, width=width, highlight=False, emoji=False, markup=False)
+
+
+@contextmanager
+def _terminal(output: Path | None) -> Iterator[Console]:
+    """A console on stdout, or one whose text goes to `output` at the end, whole."""
+    if output is None:
+        yield _console()
+        return
+    import io
+
+    from k3_audit.artifact.atomic import write_atomic
+
+    text = io.StringIO()
+    yield _console(text)
+    write_atomic(output, text.getvalue())
+
+
+def _emit(document: str, output: Path | None) -> None:
+    from k3_audit.artifact.atomic import write_atomic
+
+    if output is None:
+        sys.stdout.write(document)
+    else:
+        # File names may hold bytes that are no text; JSON and XML must stay UTF-8.
+        write_atomic(output, document.encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def _progress(total: int, what: str) -> Iterator[Any]:
+    """`advance(text)`: a bar on a terminal's stderr, silent elsewhere."""
+    if not sys.stderr.isatty() or total < 2:
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[name]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total, name="")
+
+        def advance(text: str) -> None:
+            bar.update(task, advance=1, name=text)
+
+        yield advance
+
+
+def _say(text: str) -> None:
+    """A line about what is being done; reports go to stdout, this to stderr."""
+    click.echo(text, err=True)
+
+
+# scan
+
+
+@cli.command()
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option(
+    "--contract",
+    "contracts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="What a kernel promises its neighbours; sharpens the verdicts. May be repeated.",
+)
+@_format
+@_output
+def scan(paths: tuple[str, ...], contracts: tuple[Path, ...], form: str, output: Path | None) -> int:
+    """Audit anyone's kernels: PTX, cubins, fatbins, shared libraries, folders. No contract is needed.
+
+    \b
+    Examples:
+      k3-audit scan kernel.ptx
+      k3-audit scan libkernels.so --format json
+      k3-audit scan kernel.ptx --contract kernel.toml
+    """
+    from .report import render_scan
+
+    promised = {c.kernel: c for c in map(_contract, contracts)}
+    reports: list[KernelReport] = []
+    texts: dict[str, str] = {}
+    with _progress(len(paths), "scan") as advance:
+        for path in paths:
+            advance(path)
+            reports += _scan_path(path, promised, texts)
+    for report in reports:
+        for finding in report.findings:
+            if finding.verdict == Verdict.ERROR:
+                complain(f"{report.file}: {finding.message}")
+    if form != "terminal":
+        _emit(render_scan(form, reports, texts), output)
+    elif any(r.name for r in reports):
+        from .report import terminal
+
+        with _terminal(output) as console:
+            terminal.scan(console, reports)
+    return EXIT[worst([r.verdict for r in reports])]
+
+
+def _contract(path: Path) -> Contract:
+    from k3_audit.artifact import Contract
+
+    try:
+        return Contract.from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as e:
+        raise click.ClickException(f"{path}: {e.strerror}") from e
+    except (ValueError, AttributeError) as e:
+        raise click.ClickException(f"{path}: not a contract: {e}") from e
+
+
+def _scan_path(path: str, contracts: dict[str, Contract], texts: dict[str, str]) -> list[KernelReport]:
+    """The reports of one path. What cannot be read becomes a report with verdict *error*."""
+    from .frontend import load
+    from .scan import scan_ptx
+
+    name = os.fsencode(path).decode("utf-8", "replace")
+    try:
+        reports: list[KernelReport] = []
+        for unit in load(Path(path)):
+            texts[unit.file] = unit.ptx
+            reports += scan_ptx(unit.ptx, unit.file, contract=contracts.get(unit.name), sass=unit.sass)
+        return reports or [
+            _unreadable(name, "no kernel in it (give PTX, a cubin, a fatbin or a library with them)")
+        ]
+    except Exception as e:
+        return [_unreadable(name, reason(e))]
+
+
+def _unreadable(file: str, message: str) -> KernelReport:
+    from .scan import KernelReport
+
+    message = " ".join(message.removeprefix(f"{file}: ").split())
+    finding = Finding("input", Severity.ERROR, Verdict.ERROR, file, message)
+    return KernelReport("", file, "", Verdict.ERROR, (finding,), (), ())
+
+
+# gate and build
+
+
+def _checkout(root: Path | None) -> Path:
+    from .tree import find_root
+
+    return find_root((root or Path.cwd()).resolve())
+
+
+def open_store(root: Path) -> Store:
+    from k3_audit.artifact.store import DEFAULT_ROOT, STORE_ENV, Store
+
+    return Store(os.environ.get(STORE_ENV) or root / DEFAULT_ROOT)
+
+
+def toolkit_is_here() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("cutlass") is not None
+
+
+def build_artifacts(
+    store: Store, archs: Sequence[str], kernels: Sequence[str], force: bool = False, jobs: int = 2
+) -> list[Artifact]:
+    """Build what is not built yet, and say so line by line. Raises BuildError."""
+    from k3_audit.fused_backend.build import build_all
+
+    def say(kernel: str, arch: str, fresh: bool) -> None:
+        _say(f"build  {kernel} {arch}: {'built' if fresh else 'unchanged'}")
+
+    return build_all(archs, store, kernels=kernels, force=force, jobs=jobs, progress=say)
+
+
+def stored_artifacts(store: Store, archs: Iterable[str], kernels: Sequence[str]) -> list[Artifact]:
+    """What the store holds; a missing build is left out, a damaged one raises StoreError."""
+    return [store.get(k, a) for k in kernels for a in archs if store.built(k, a)]
+
+
+def audit_artifact(artifact: Artifact) -> tuple[KernelReport, ...]:
+    """The auditor's reports of one artifact of ours. The file they name is `kernel.arch.ptx`."""
+    from .scan import scan_ptx
+
+    file = f"{artifact.kernel}.{artifact.arch}.ptx"
+    return tuple(scan_ptx(artifact.ptx, file, contract=artifact.contract, sass=artifact.sass))
+
+
+@cli.command()
+@click.option("--no-build", is_flag=True, help="Judge what the artifact store holds; build nothing.")
+@_root
+@_format
+@_output
+def gate(no_build: bool, root: Path | None, form: str, output: Path | None) -> int:
+    """Build, audit, and check the evidence of our own kernels against golden/kernels.lock.
+
+    Red rows name what is missing and the command that produces it.
+
+    \b
+    Examples:
+      k3-audit gate
+      k3-audit gate --no-build --format junit -o gate.xml
+    """
+    from k3_audit.fused_backend.build import source_hashes
+    from k3_audit.fused_backend.kernels import KERNELS
+
+    from .evidence import Lock
+    from .gate import gate as judge
+    from .policy import Policy
+    from .report import render_gate
+    from .tree import Tree
+
+    root = _checkout(root)
+    policy = Policy.load(root / "golden" / "policy.toml")
+    lock = Lock.load(root / "golden" / "kernels.lock")
+    store = open_store(root)
+    if not no_build and toolkit_is_here():
+        artifacts = build_artifacts(store, list(policy.required), KERNELS)
+    else:
+        _say(f"build  skipped: judging what {store.root} holds" + ("" if no_build else " (no CuTe DSL here)"))
+        artifacts = stored_artifacts(store, policy.required, KERNELS)
+    reports: dict[tuple[str, str], tuple[KernelReport, ...]] = {}
+    texts: dict[str, str] = {}
+    for artifact in artifacts:
+        found = reports[artifact.kernel, artifact.arch] = audit_artifact(artifact)
+        texts |= {r.file: artifact.ptx for r in found}
+        _say(f"audit  {artifact.kernel} {artifact.arch}: {worst([r.verdict for r in found])}")
+    tree = Tree.read(root, policy, {k: source_hashes(k) for k in KERNELS})
+    result = judge(artifacts, lock, reports, policy, tree, datetime.now(UTC).date())
+    _say("evidence  golden/kernels.lock")
+    if form == "terminal":
+        from .report import terminal
+
+        with _terminal(output) as console:
+            terminal.gate(console, result)
+    else:
+        _emit(render_gate(form, result, texts), output)
+    return EXIT[result.verdict]
+
+
+@cli.command()
+@click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel. May be repeated.")
+@click.option("--arch", "archs", multiple=True, metavar="SM", help="Only this architecture. May be repeated.")
+@click.option("--force", is_flag=True, help="Build again what is built.")
+@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Builds at a time.")
+@_root
+def build(kernels: tuple[str, ...], archs: tuple[str, ...], force: bool, jobs: int, root: Path | None) -> int:
+    """Compile our kernels to machine code, into the artifact store. Needs no GPU."""
+    from k3_audit.artifact import ARCHITECTURES
+    from k3_audit.fused_backend.kernels import KERNELS
+    from rich.table import Table
+
+    store = open_store(_checkout(root))
+    artifacts = build_artifacts(store, archs or ARCHITECTURES, kernels or KERNELS, force, jobs)
+    table = Table(box=None, pad_edge=False)
+    for name in ("kernel", "architecture", "cubin", "bytes"):
+        table.add_column(name)
+    for a in artifacts:
+        table.add_row(a.kernel, a.arch, a.cubin_sha256[:16], str(len(a.cubin)))
+    _console().print(table)
+    return ExitCode.CLEAN
+
+
+# report
+
+
+@cli.command()
+@click.option(
+    "--format", "form", type=click.Choice(("terminal", "json")), default="terminal", show_default=True
+)
+@_root
+@_output
+def report(form: str, root: Path | None, output: Path | None) -> int:
+    """Show the evidence that golden/kernels.lock holds: every measurement with its figures and command."""
+    from .evidence import Lock
+
+    lock = Lock.load(_checkout(root) / "golden" / "kernels.lock")
+    if form == "json":
+        import json
+        from dataclasses import asdict
+
+        _emit(json.dumps(asdict(lock), indent=2) + "\n", output)
+    else:
+        from .report import terminal
+
+        with _terminal(output) as console:
+            terminal.evidence(console, lock)
+    return ExitCode.CLEAN
