@@ -100,7 +100,13 @@ class Contract:
         """Inverse of :meth:`to_dict`. Raises ValueError that names the field which does not fit."""
         try:
             params = tuple(
-                Param(**{**p, "role": Role(p["role"]) if p.get("role") else None, "shape": tuple(p.get("shape", ()))})
+                Param(
+                    **{
+                        **p,
+                        "role": Role(p["role"]) if p.get("role") else None,
+                        "shape": tuple(p.get("shape", ())),
+                    }
+                )
                 for p in data.get("params", ())
             )
             handoffs = tuple(Handoff(**h) for h in data.get("handoffs", ()))

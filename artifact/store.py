@@ -59,7 +59,9 @@ class Store:
         write_atomic(folder / "kernel.cubin", artifact.cubin)
         write_atomic(folder / "kernel.sass", artifact.sass)
         write_atomic(folder / "artifact.json", text)  # last: its presence means that the object is whole
-        write_atomic(self._pointer(artifact.kernel, artifact.arch), json.dumps({"key": key, "object": name}) + "\n")
+        write_atomic(
+            self._pointer(artifact.kernel, artifact.arch), json.dumps({"key": key, "object": name}) + "\n"
+        )
         return name
 
     def load(self, name: str) -> Artifact:
@@ -68,11 +70,15 @@ class Store:
         try:
             text = (folder / "artifact.json").read_text()
             if sha256(text) != name:
-                raise StoreError(f"{folder}/artifact.json was changed after the build; run `k3-audit build --force`")
+                raise StoreError(
+                    f"{folder}/artifact.json was changed after the build; run `k3-audit build --force`"
+                )
             record = json.loads(text)
             data = {f: (folder / f).read_bytes() for f in record["files"]}
         except (OSError, ValueError) as e:
-            raise StoreError(f"object {name[:12]} of {self.root} cannot be read ({e}); run `k3-audit build`") from e
+            raise StoreError(
+                f"object {name[:12]} of {self.root} cannot be read ({e}); run `k3-audit build`"
+            ) from e
         for f, digest in record["files"].items():
             if sha256(data[f]) != digest:
                 raise StoreError(f"{folder}/{f} was changed after the build; run `k3-audit build --force`")
@@ -95,7 +101,9 @@ class Store:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as e:
-            raise StoreError(f"{self._pointer(kernel, arch)} cannot be read ({e}); run `k3-audit build --force`") from e
+            raise StoreError(
+                f"{self._pointer(kernel, arch)} cannot be read ({e}); run `k3-audit build --force`"
+            ) from e
 
     def get(self, kernel: str, arch: str) -> Artifact:
         """The current build of `kernel` for `arch`. Raises StoreError where there is none."""

@@ -53,7 +53,11 @@ def source_hashes(kernel: str, root: Path = _ROOM) -> dict[str, str]:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-                todo += [p for p in (folder.with_suffix(".py"), *(folder / f"{a.name}.py" for a in node.names)) if p.is_file()]
+                todo += [
+                    p
+                    for p in (folder.with_suffix(".py"), *(folder / f"{a.name}.py" for a in node.names))
+                    if p.is_file()
+                ]
     return dict(sorted(seen.items()))
 
 
@@ -64,7 +68,12 @@ def toolkit_versions() -> dict[str, str]:
 
 def build_key(kernel: str, arch: str, toolkit: Mapping[str, str], sources: Mapping[str, str]) -> str:
     """Identity of a build: same key, same bytes."""
-    parts = [kernel, arch, *(f"{k}={v}" for k, v in sorted(toolkit.items())), *(f"{k}={v}" for k, v in sorted(sources.items()))]
+    parts = [
+        kernel,
+        arch,
+        *(f"{k}={v}" for k, v in sorted(toolkit.items())),
+        *(f"{k}={v}" for k, v in sorted(sources.items())),
+    ]
     return sha256("\n".join(parts))
 
 
@@ -92,9 +101,17 @@ def trace(kernel: str, arch: str) -> str:
 
     module = importlib.import_module(f"{__package__}.kernels.{kernel}")
     contract = module.CONTRACT
-    types = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32, "i32": cutlass.Int32, "i64": cutlass.Int64, "u8": cutlass.Uint8}
+    types = {
+        "bf16": cutlass.BFloat16,
+        "f32": cutlass.Float32,
+        "i32": cutlass.Int32,
+        "i64": cutlass.Int64,
+        "u8": cutlass.Uint8,
+    }
     arguments = [
-        make_ptr(types[p.dtype], 16, cute.AddressSpace.gmem, assumed_align=16) if p.role else types[p.dtype](1)
+        make_ptr(types[p.dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
+        if p.role
+        else types[p.dtype](1)
         for p in contract.params
     ]
     # the symbols of the grid ("T") are host arguments after the kernel's own
@@ -109,7 +126,9 @@ def finish(kernel: str, arch: str, ptx: str, toolkit: dict[str, str], sources: d
     """Assemble and disassemble portable PTX, and put all of it into an artifact."""
     module = importlib.import_module(f"{__package__}.kernels.{kernel}")
     cubin = toolchain.assemble(ptx, arch)
-    return Artifact(kernel, arch, kernel, ptx, cubin, toolchain.disassemble(cubin), module.CONTRACT, toolkit, sources)
+    return Artifact(
+        kernel, arch, kernel, ptx, cubin, toolchain.disassemble(cubin), module.CONTRACT, toolkit, sources
+    )
 
 
 def build(kernel: str, arch: str, store: Store, *, force: bool = False) -> tuple[Artifact, bool]:
@@ -126,7 +145,9 @@ def build(kernel: str, arch: str, store: Store, *, force: bool = False) -> tuple
         ptx, _ = portable(trace(kernel, arch), kernel)
         artifact = finish(kernel, arch, ptx, toolkit, sources)
     except Exception as e:  # the toolkit raises many kinds; all of them mean: this kernel does not build
-        raise BuildError(f"{kernel} for {arch}: {type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else e}") from e
+        raise BuildError(
+            f"{kernel} for {arch}: {type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else e}"
+        ) from e
     store.put(artifact, key)
     return artifact, True
 
@@ -155,7 +176,11 @@ def build_all(
     stale = []
     for kernel, arch in wanted:
         pointer = store.built(kernel, arch)
-        if not force and pointer and pointer["key"] == build_key(kernel, arch, toolkit, source_hashes(kernel)):
+        if (
+            not force
+            and pointer
+            and pointer["key"] == build_key(kernel, arch, toolkit, source_hashes(kernel))
+        ):
             if progress:
                 progress(kernel, arch, False)
         else:

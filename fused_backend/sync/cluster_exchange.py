@@ -1,8 +1,9 @@
 """All-to-all of a few fp32 partial sums between the CTAs of a cluster, through distributed shared memory.
 
-Every warp of every CTA pushes one 16-byte vector into a slot of its own in every CTA of the cluster; the push
-itself signals the receiver's mbarrier by transaction bytes, so data and flag cannot be reordered. Each round has
-an mbarrier and a buffer of its own and is used once per launch: no phase is ever reused.
+A round carries n sums (n a power of two, at most 32). A warp holds them one per lane: lane l holds sum l % n. Every
+warp pushes its n sums into a slot of its own in every CTA of the cluster, and the push itself signals the receiver's mbarrier by
+transaction bytes, so data and flag cannot be reordered. Each round has an mbarrier and a buffer of its own and is
+used once per launch: no phase is ever reused.
 
 Soundness note, edge by edge
     1. init -> remote push.   Thread 0 initialises its CTA's mbarriers, arms each with the bytes of one round, and
@@ -10,12 +11,12 @@ Soundness note, edge by edge
        first push or wait, `barrier.cluster.wait`: no CTA touches a peer's mbarrier before its owner armed it.
     2. push -> read.          `st.async` is a weak store whose completion is a `complete_tx` with release semantics at
        cluster scope on the receiver's mbarrier. The phase completes when the owner's one arrival and all bytes are
-       in. `try_wait.acquire.cluster` that returns true therefore sees every pushed vector. `.cta` would be too
+       in. `try_wait.acquire.cluster` that returns true therefore sees every pushed sum. `.cta` would be too
        narrow: the completing party runs in another CTA.
     3. read -> exit.          A CTA leaves only after it has observed all rounds that are sent to it, so no peer
        can still be writing to its shared memory when it exits. The rounds that a launch runs are the same in every
        CTA of a cluster, because the decision depends only on sums that all of them hold bit for bit.
-    4. Order of summation.    Slots are summed in slot order, not in order of arrival: all CTAs, and all runs, get the
+    4. Order of summation.    Slots are summed in a fixed order, not in order of arrival: all CTAs, and all runs, get the
        same bits.
 """
 
@@ -25,40 +26,49 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .ptx import ordering
+from .ptx import ordering, pure
 
-_VECTOR_BYTES = 16
+LANES = 32
 
 
 class ClusterExchange:
-    """`rounds` one-shot exchanges between `ctas` CTAs of `warps` warps each.
+    """One-shot exchanges between `ctas` CTAs of `warps` warps each; round r carries `counts[r]` sums.
 
-    `vectors[r]` is how many 16-byte vectors a warp sends in round r. Construct at trace time inside the kernel,
-    call :meth:`setup` in all threads, then :meth:`ready` before the first :meth:`push`.
+    Construct at trace time inside the kernel, call :meth:`setup` in all threads, then :meth:`ready` before the first
+    push or wait.
     """
 
-    def __init__(self, ctas: int, warps: int, vectors: tuple[int, ...]):
-        if ctas * warps > 32:
-            raise ValueError(f"{ctas} CTAs of {warps} warps: a round holds at most 32 slots, one per lane of the reader")
-        self.ctas, self.warps, self.vectors = ctas, warps, vectors
+    def __init__(self, ctas: int, warps: int, counts: tuple[int, ...]):
+        if any(n & (n - 1) or not 0 < n <= LANES for n in counts):
+            raise ValueError(f"counts {counts}: each must be a power of two, at most {LANES}")
+        self.ctas, self.warps, self.counts = ctas, warps, counts
         self.slots = ctas * warps
-        self.buffers = [cute.arch.alloc_smem(Float32, self.slots * 4 * v, 16) for v in vectors]
-        self.barriers = cute.arch.alloc_smem(Int64, len(vectors), 8)
+        self.buffers = [cute.arch.alloc_smem(Float32, self.slots * n, 16) for n in counts]
+        self.barriers = cute.arch.alloc_smem(Int64, len(counts), 8)
 
     def setup(self, tid: Int32) -> None:
         """Thread 0 initialises and arms the mbarriers; all threads announce it to the cluster."""
-        _setup(self.barriers, tuple(self.slots * v * _VECTOR_BYTES for v in self.vectors), tid)
+        _setup(self.barriers, tuple(self.slots * n * 4 for n in self.counts), tid)
 
     def ready(self) -> None:
         """Return when every CTA of the cluster has armed its mbarriers."""
         ordering("barrier.cluster.wait.acquire.aligned;")
 
-    def push(self, r: int, rank: Int32, warp: Int32, lane: Int32, values: list[Float32]) -> None:
-        """Lane p < ctas sends this warp's `values` (4 per vector, the same in all lanes) to CTA p of the cluster."""
-        _push(self.buffers[r], self.barriers + r, self.ctas, self.warps, self.vectors[r], rank, warp, lane, values)
+    def targets(self, r: int, rank: Int32, warp: Int32, lane: Int32) -> list[tuple[Int32, Int32, Int32]]:
+        """Where this lane's sum of round `r` goes: (peer, slot address, mbarrier address) per group of peers."""
+        n = self.counts[r]
+        slot = (self.buffers[r] + (rank * self.warps + warp) * n + lane % n).toint()
+        flag = (self.barriers + r).toint()
+        peers = [lane // n + first for first in range(0, self.ctas, LANES // n)]
+        return [(peer, _mapa(slot, peer), _mapa(flag, peer)) for peer in peers]
+
+    def push(self, targets: list[tuple[Int32, Int32, Int32]], value: Float32) -> None:
+        """Send this warp's sums (lane l holds sum l % n) to every CTA of the cluster."""
+        for target in targets:
+            _push(*target, self.ctas, value)
 
     def wait(self, r: int) -> None:
-        """Return when all vectors of round `r` have arrived in this CTA and are visible to this thread."""
+        """Return when all sums of round `r` have arrived in this CTA and are visible to this thread."""
         ordering(
             "{\n.reg .pred done;\nWAIT:\n"
             "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;\n"
@@ -67,9 +77,9 @@ class ClusterExchange:
             ((self.barriers + r).toint(),),
         )
 
-    def totals(self, r: int, lane: Int32, count: int) -> list[Float32]:
-        """Sums over all slots of the first `count` values of round `r`: the same bits in every lane of the cluster."""
-        return _totals(self.buffers[r], self.slots, self.vectors[r], lane, count)
+    def total(self, r: int, lane: Int32) -> Float32:
+        """Sum l % n over all slots, in lane l: the same bits in every CTA."""
+        return _total(self.buffers[r], self.slots, self.counts[r], lane)
 
 
 @cute.jit
@@ -87,49 +97,56 @@ def _setup(barriers: cute.Pointer, transaction_bytes: cutlass.Constexpr, tid: In
     ordering("barrier.cluster.arrive.relaxed.aligned;")
 
 
-@cute.jit
-def _push(
-    buffer: cute.Pointer,
-    barrier: cute.Pointer,
-    ctas: cutlass.Constexpr,
-    warps: cutlass.Constexpr,
-    vectors: cutlass.Constexpr,
-    rank: Int32,
-    warp: Int32,
-    lane: Int32,
-    values: list,
-):
-    if lane < ctas:
-        slot = (rank * warps + warp) * vectors * 4
-        for v in cutlass.range_constexpr(vectors):
-            ordering(
-                "{\n.reg .b32 data, flag;\n"
-                "mapa.shared::cluster.u32 data, $0, $2;\nmapa.shared::cluster.u32 flag, $1, $2;\n"
-                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [data], {$3, $4, $5, $6}, [flag];\n}",
-                "r,r,r,f,f,f,f",
-                ((buffer + slot + 4 * v).toint(), barrier.toint(), lane, *values[4 * v : 4 * v + 4]),
-            )
+def _mapa(address: Int32, peer: Int32) -> Int32:
+    return pure("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", (address, peer), Int32)
 
 
 @cute.jit
-def _totals(
-    buffer: cute.Pointer,
-    slots: cutlass.Constexpr,
-    vectors: cutlass.Constexpr,
-    lane: Int32,
-    count: cutlass.Constexpr,
-):
-    words = cute.make_rmem_tensor(4 * vectors, Float32)
-    words.fill(0.0)
-    if lane < slots:
-        row = cute.make_tensor(buffer + lane * (4 * vectors), cute.make_layout(4 * vectors))
-        for i in cutlass.range_constexpr(4 * vectors):
-            words[i] = row[i]
-    return warp_sum([words[i] for i in range(count)])
+def _push(peer: Int32, slot: Int32, flag: Int32, ctas: cutlass.Constexpr, value: Float32):
+    if peer < ctas:
+        ordering(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $1, [$2];",
+            "r,f,r",
+            (slot, value, flag),
+        )
 
 
-def warp_sum(values: list[Float32]) -> list[Float32]:
-    """Sum of each value over the 32 lanes, by butterfly: every lane holds the same bits."""
-    for shift in (16, 8, 4, 2, 1):
-        values = [v + cute.arch.shuffle_sync_bfly(v, shift) for v in values]
-    return values
+@cute.jit
+def _total(buffer: cute.Pointer, slots: cutlass.Constexpr, n: cutlass.Constexpr, lane: Int32):
+    groups = LANES // n
+    values = cute.make_tensor(buffer, cute.make_layout(slots * n))
+    total = Float32(0.0)
+    for first in cutlass.range_constexpr(0, slots - slots % groups, groups):
+        total = total + values[first * n + lane]
+    if cutlass.const_expr(slots % groups):
+        if lane // n < slots % groups:
+            total = total + values[(slots - slots % groups) * n + lane]
+    return _over_lanes(total, n)
+
+
+def _over_lanes(value: Float32, n: int) -> Float32:
+    """Sum over the lanes that agree modulo n, by butterfly: all of them hold the same bits."""
+    shift = n
+    while shift < LANES:
+        value = value + cute.arch.shuffle_sync_bfly(value, shift)
+        shift *= 2
+    return value
+
+
+def warp_sums(values: list[Float32], lane: Int32) -> Float32:
+    """Sums of n values over the warp, sum l % n in lane l. A transposing reduction: n - 1 + log2(32/n) shuffles."""
+    n = len(values)
+    half = n // 2
+    while half:
+        upper = (lane & half) != 0
+        values = [
+            cutlass.select_(upper, b, a) + cute.arch.shuffle_sync_bfly(cutlass.select_(upper, a, b), half)
+            for a, b in zip(values[:half], values[half:], strict=True)
+        ]
+        half //= 2
+    return _over_lanes(values[0], n)
+
+
+def broadcast(value: Float32, lane: int | Int32) -> Float32:
+    """`value` of lane `lane`."""
+    return cute.arch.shuffle_sync(value, lane)

@@ -13,6 +13,8 @@ Soundness note
 
 from __future__ import annotations
 
+from cutlass import Float32
+
 from .ptx import ordering
 
 
@@ -21,6 +23,15 @@ def trigger() -> None:
     ordering("griddepcontrol.launch_dependents;")
 
 
-def wait() -> None:
-    """Return when every previous grid has completed and its writes are visible to this thread."""
-    ordering("griddepcontrol.wait;")
+def wait(after: Float32) -> None:
+    """Return when every previous grid has completed and its writes are visible to this thread.
+
+    `after` is a value >= 0 (or NaN) that depends on all arithmetic meant to overlap with the previous grid. The
+    assembler may hoist the wait above arithmetic, since no memory is involved, and then the overlap is lost; a
+    branch that is never taken, on a value which it cannot predict, holds that arithmetic above the wait.
+    """
+    ordering(
+        "{\n.reg .pred never;\nsetp.lt.f32 never, $0, 0f00000000;\n@never trap;\ngriddepcontrol.wait;\n}",
+        "f",
+        (after,),
+    )

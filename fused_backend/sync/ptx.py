@@ -19,7 +19,9 @@ def _ir(operand: Any, loc: Any, ip: Any) -> Any:
 
 
 @dsl_user_op
-def ordering(assembly: str, constraints: str = "", operands: Sequence[Any] = (), *, loc: Any = None, ip: Any = None) -> None:
+def ordering(
+    assembly: str, constraints: str = "", operands: Sequence[Any] = (), *, loc: Any = None, ip: Any = None
+) -> None:
     """One asm block that the compiler neither moves nor drops, and moves no memory access across."""
     llvm.inline_asm(
         None,
@@ -35,7 +37,9 @@ def ordering(assembly: str, constraints: str = "", operands: Sequence[Any] = (),
 
 
 @dsl_user_op
-def pure(assembly: str, constraints: str, operands: Sequence[Any], result: Any, *, loc: Any = None, ip: Any = None) -> Any:
+def pure(
+    assembly: str, constraints: str, operands: Sequence[Any], result: Any, *, loc: Any = None, ip: Any = None
+) -> Any:
     """One asm block that computes a value of type `result` from its operands and touches no memory."""
     return result(
         llvm.inline_asm(
