@@ -306,23 +306,29 @@ def _verify(prompt: Prompt, text: str, reason: str) -> None:
 # -- distributions
 
 
-def _client(source: Source) -> list[str]:
-    """The command that downloads `source` into the working directory."""
+def _client(source: Source) -> tuple[list[str], str]:
+    """The command that downloads `source` into the working directory, and the one to tell a person."""
     if source.kind == "debian":
-        return ["apt-get", "download", f"{source.name}={source.version}"]
+        command = ["apt-get", "download", f"{source.name}={source.version}"]
+        return command, f"apt-get update && {' '.join(command)}"
     # Only wheels: to get a source distribution pip runs its build script. The Python version that they ask
     # for does not matter, since the files are only read.
-    options = ("--no-deps", "--only-binary=:all:", "--ignore-requires-python")
+    options = (
+        "--no-deps",
+        "--only-binary=:all:",
+        "--ignore-requires-python",
+        f"{source.name}=={source.version}",
+    )
     quiet = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries=2")
-    return [sys.executable, "-m", "pip", "download", *quiet, *options, f"{source.name}=={source.version}"]
+    return [sys.executable, "-m", "pip", "download", *quiet, *options], f"pip download {' '.join(options)}"
 
 
 def _download(source: Source, cache: Path) -> bytes:
     """The distribution's bytes, from `cache/downloads` or from the package client; checked in both cases."""
     kept = cache / "downloads" / source.file
-    command = _client(source)
+    command, shown = _client(source)
     by_hand = (
-        f"run `{' '.join(command)}` where there is a network and put {source.file} into {kept.parent}, "
+        f"run `{shown}` where there is a network and put {source.file} into {kept.parent}, "
         "or import a folder that was exported there (k3-audit prompts export, import)"
     )
     if not kept.exists():

@@ -19,8 +19,8 @@ RESERVED_SPECIALS = 256
 """Ids after the ranks, all special: 163,584 ranks + 256 make the released vocabulary of 163,840."""
 
 # How the release cuts text before BPE: `pat_str` of tokenization_kimi.py in moonshotai/Kimi-K3, as in K2: Han
-# runs alone, words with their contraction, digits by three, punctuation, line ends, blanks. The alternatives and
-# their order decide every id, so they are the release's own; `&&` is class intersection.
+# runs alone, words with their contraction, digits by three, punctuation, line ends, blanks. The patterns
+# and their order decide every id, so they are the release's own; `&&` is class intersection.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LEAD, _CONTRACTION = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
