@@ -504,15 +504,7 @@ class Needle:
 # -- command line
 
 
-class _Group(click.Group):
-    def invoke(self, context: click.Context) -> Any:
-        try:
-            return super().invoke(context)
-        except PromptError as e:
-            raise click.ClickException(str(e)) from None
-
-
-@click.group(cls=_Group)
+@click.group()
 def commands() -> None:
     """Real long prompts: list, fetch, and carry to a machine without network."""
 

