@@ -1,0 +1,76 @@
+"""Error measures, derived bounds, and the six criteria over them. See docs/numerics.md."""
+
+from .attn_res import AttnResArithmetic, attn_res_bound
+from .bounded import Bounded, dot, softmax_mean
+from .bounds import (
+    FAILURE_PROBABILITY,
+    PTX_RELATIVE_ERROR,
+    U32,
+    Summation,
+    both,
+    chain_gamma,
+    probabilistic_lambda,
+    sum_gamma,
+)
+from .criteria import (
+    CONTEXT,
+    CRITERIA,
+    Criterion,
+    Judgement,
+    Outcome,
+    Place,
+    against_control,
+    compare,
+    drift,
+    failed,
+    integrity,
+    judge,
+    same_bits,
+    teeth,
+    within_bound,
+)
+from .formats import as_bits, poison_, ulp, unit_roundoff, unwritten
+from .logits import LogitErrors, measure_logits
+from .metrics import COSINE_DEFECT_BF16, Errors, cosine_defect, measure
+
+__all__ = [
+    "CONTEXT",
+    "COSINE_DEFECT_BF16",
+    "CRITERIA",
+    "FAILURE_PROBABILITY",
+    "PTX_RELATIVE_ERROR",
+    "U32",
+    "AttnResArithmetic",
+    "Bounded",
+    "Criterion",
+    "Errors",
+    "Judgement",
+    "LogitErrors",
+    "Outcome",
+    "Place",
+    "Summation",
+    "against_control",
+    "as_bits",
+    "attn_res_bound",
+    "both",
+    "chain_gamma",
+    "compare",
+    "cosine_defect",
+    "dot",
+    "drift",
+    "failed",
+    "integrity",
+    "judge",
+    "measure",
+    "measure_logits",
+    "poison_",
+    "probabilistic_lambda",
+    "same_bits",
+    "softmax_mean",
+    "sum_gamma",
+    "teeth",
+    "ulp",
+    "unit_roundoff",
+    "unwritten",
+    "within_bound",
+]
