@@ -149,8 +149,8 @@ def _chunk(
 ) -> tuple[Tensor, Tensor]:
     n = q.shape[-2]
     # span[i, j] = log-decay from token j to token i: the difference G_i - G_j of cumulative log-decays, but
-    # summed directly to be free of cancellation; 0 on and above the diagonal. Its exponential is at most 1;
-    # the two factors exp(G_i) and exp(-G_j) would underflow and overflow, in float32 after 18 saturated tokens.
+    # summed directly to be free of cancellation; 0 on and above the diagonal. Its exponential is at most 1.
+    # The factors exp(G_i) and exp(-G_j) would underflow and overflow, in float32 after 18 saturated tokens.
     later = torch.ones(n, n, dtype=q.dtype, device=q.device).tril(-1)
     span = (log_decay[..., :, None, :] * later[:, :, None]).cumsum(-3)
     decayed_k = span.exp() * k[..., None, :, :]
