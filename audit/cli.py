@@ -92,7 +92,22 @@ def reason(error: Exception) -> str:
     )
 
 
+class _Commands(click.Group):
+    """The commands below, and those of modules that are imported only when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "prompts"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "prompts":
+            from .prompts import commands
+
+            return commands
+        return super().get_command(ctx, cmd_name)
+
+
 @click.group(
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 clean, 1 findings, 2 inconclusive, 3 error. --debug, anywhere on the line, shows "
     "the traceback of an error. NO_COLOR is honoured.",

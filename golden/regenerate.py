@@ -17,9 +17,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 from k3_audit.artifact import Artifact, sha256
@@ -70,53 +71,55 @@ class Refused(Exception):
 # The expected values of the reference.
 
 
-def expected_logits() -> dict[str, object]:
-    """float64 logits of the reference at every position of TEXT, on the reduced configuration with seed 0."""
+def reference_model(**options: Any) -> Any:
+    """The reference (float64, unless `options` say otherwise) on the reduced configuration with seed 0."""
     from k3_audit.reference import Model, load_config, synthesise
 
     config = load_config("tiny")
-    tokens = [config.bos_token_id, *TEXT.encode()]
-    model = Model(config, synthesise(config, seed=0))
+    return Model(config, synthesise(config, seed=0), **options)
+
+
+@dataclass(frozen=True)
+class Values:
+    """The logits that the reference computes for `tokens`: a row of floats for each position."""
+
+    config: str
+    seed: int
+    tokens: tuple[int, ...]
+    logits: tuple[tuple[float, ...], ...]
+
+    def dumps(self) -> str:
+        """JSON with a line for each position; floats in hexadecimal, so that no bit is lost."""
+        head = json.dumps({"config": self.config, "seed": self.seed, "tokens": self.tokens})
+        rows = ",\n".join(json.dumps([x.hex() for x in row]) for row in self.logits)
+        return f'{head[:-1]},\n"logits": [\n{rows}\n]}}\n'
+
+    @classmethod
+    def load(cls, path: Path) -> Values:
+        """Inverse of :meth:`dumps`. Raises EvidenceError for a file that is not one."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            logits = tuple(tuple(float.fromhex(x) for x in row) for row in data["logits"])
+            return cls(data["config"], data["seed"], tuple(data["tokens"]), logits)
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            raise EvidenceError(f"{path.name}: {e}; restore it from version control") from None
+
+    def difference(self, other: Values) -> float:
+        """Largest difference of the logits over their RMS; infinite for other inputs or shapes, or NaN."""
+        mine, theirs = ([x for row in v.logits for x in row] for v in (self, other))
+        if replace(self, logits=()) != replace(other, logits=()) or len(mine) != len(theirs):
+            return math.inf
+        rms = math.sqrt(sum(x * x for x in mine) / len(mine))
+        gaps = [abs(x - y) for x, y in zip(mine, theirs, strict=True)]
+        return max(gaps) / rms if rms and math.isfinite(sum(gaps) / rms) else math.inf
+
+
+def expected_values() -> Values:
+    """What the reference computes at every position of TEXT."""
+    model = reference_model()
+    tokens = (model.config.bos_token_id, *TEXT.encode())
     logits = model.prefill(tokens, model.empty_cache(), keep=len(tokens))
-    return {"config": "tiny", "seed": 0, "tokens": tokens, "logits": logits.tolist()}
-
-
-def dump_logits(values: dict[str, object]) -> str:
-    """JSON with a line for each position; floats in hexadecimal, so that no bit is lost."""
-    rows = [json.dumps([x.hex() for x in row]) for row in values["logits"]]  # type: ignore[attr-defined]
-    head = json.dumps({k: v for k, v in values.items() if k != "logits"})
-    return head[:-1] + ',\n"logits": [\n' + ",\n".join(rows) + "\n]}\n"
-
-
-def load_logits(path: Path) -> dict[str, object]:
-    """Inverse of :func:`dump_logits`. Raises EvidenceError for a file that is not one."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["logits"] = [[float.fromhex(x) for x in row] for row in values["logits"]]
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        raise EvidenceError(f"{path.name}: {e}; restore it from version control") from None
-    return values
-
-
-def difference(old: dict[str, object], new: dict[str, object]) -> float:
-    """Largest difference of the logits over their root mean square; infinite when inputs or shapes differ."""
-    a, b = old.get("logits"), new["logits"]
-    inputs = ("config", "seed", "tokens")
-    if (
-        not isinstance(a, list)
-        or not isinstance(b, list)
-        or [old.get(k) for k in inputs] != [new[k] for k in inputs]
-    ):
-        return math.inf
-    if [len(row) for row in a] != [len(row) for row in b]:
-        return math.inf
-    flat_a, flat_b = ([x for row in rows for x in row] for rows in (a, b))
-    rms = math.sqrt(sum(x * x for x in flat_b) / len(flat_b))
-    worst = 0.0
-    for x, y in zip(flat_a, flat_b, strict=True):
-        gap = abs(x - y)
-        worst = max(worst, math.inf if math.isnan(gap) else gap)
-    return worst / rms if rms else math.inf
+    return Values("tiny", 0, tokens, tuple(tuple(row) for row in logits.tolist()))
 
 
 def renew_reference(lock: Lock, tree: Tree, reason: str) -> tuple[Lock, str]:
@@ -124,8 +127,8 @@ def renew_reference(lock: Lock, tree: Tree, reason: str) -> tuple[Lock, str]:
 
     Raises Refused when the reference moved and there is no reason.
     """
-    new = expected_logits()
-    moved = difference(load_logits(LOGITS), new) if LOGITS.exists() else math.inf
+    new = expected_values()
+    moved = Values.load(LOGITS).difference(new) if LOGITS.exists() else math.inf
     before = lock.reference
     if before is None or before.sha256 != tree.reference:
         what = "its files changed"
@@ -142,7 +145,7 @@ def renew_reference(lock: Lock, tree: Tree, reason: str) -> tuple[Lock, str]:
     click.echo(
         f"reference  {what}; values {'differ by' if moved > SAME else 'agree to'} {moved:.2g} of their RMS"
     )
-    text = dump_logits(new) if moved > SAME else ""
+    text = new.dumps() if moved > SAME else ""
     hashes = tree_hashes(ROOT, EXPECTED)
     if text:
         hashes[LOGITS.relative_to(ROOT).as_posix()] = sha256(text)
