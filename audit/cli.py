@@ -50,8 +50,9 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Never raises. `--debug` may stand anywhere in it."""
     debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"] or ["--help"]
     try:
-        code = cli.main([a for a in arguments if a != "--debug"], prog_name="k3-audit", standalone_mode=False)
+        code = cli.main(arguments, prog_name="k3-audit", standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
     except BrokenPipeError:
@@ -206,7 +207,7 @@ def _say(text: str) -> None:
 # scan
 
 
-@cli.command()
+@cli.command(short_help="Audit anyone's PTX, cubins, fatbins and libraries.")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
 @click.option(
     "--contract",
@@ -333,7 +334,7 @@ def audit_artifact(artifact: Artifact) -> tuple[KernelReport, ...]:
     return tuple(scan_ptx(artifact.ptx, file, contract=artifact.contract, sass=artifact.sass))
 
 
-@cli.command()
+@cli.command(short_help="Is there fresh evidence for our own kernels?")
 @click.option("--no-build", is_flag=True, help="Judge what the artifact store holds; build nothing.")
 @_root
 @_format
@@ -385,7 +386,7 @@ def gate(no_build: bool, root: Path | None, form: str, output: Path | None) -> i
     return EXIT[result.verdict]
 
 
-@cli.command()
+@cli.command(short_help="Compile our kernels; needs no GPU.")
 @click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel. May be repeated.")
 @click.option("--arch", "archs", multiple=True, metavar="SM", help="Only this architecture. May be repeated.")
 @click.option("--force", is_flag=True, help="Build again what is built.")
@@ -411,7 +412,7 @@ def build(kernels: tuple[str, ...], archs: tuple[str, ...], force: bool, jobs: i
 # report
 
 
-@cli.command()
+@cli.command(short_help="Show the evidence in golden/kernels.lock.")
 @click.option(
     "--format", "form", type=click.Choice(("terminal", "json")), default="terminal", show_default=True
 )
@@ -433,3 +434,38 @@ def report(form: str, root: Path | None, output: Path | None) -> int:
         with _terminal(output) as console:
             terminal.evidence(console, lock)
     return ExitCode.CLEAN
+
+
+# inspect
+
+
+@cli.command(short_help="Show what a released checkpoint holds.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--layer", type=int, metavar="N", help="Also list the tensors of this layer.")
+@click.option("--no-values", is_flag=True, help="Read shapes only: fast, and NaN stays unseen.")
+@click.option(
+    "--format", "form", type=click.Choice(("terminal", "json")), default="terminal", show_default=True
+)
+@_output
+def inspect(checkpoint: Path, layer: int | None, no_values: bool, form: str, output: Path | None) -> int:
+    """Show what a released checkpoint holds, and what is missing, extra, misshapen or not finite.
+
+    \b
+    Examples:
+      k3-audit inspect Kimi-K3/
+      k3-audit inspect Kimi-K3/ --layer 3
+    """
+    from k3_audit.reference.inspect import inspect as describe
+
+    found = describe(checkpoint, layer, values=not no_values)
+    if form == "json":
+        import json
+
+        _emit(json.dumps(found, indent=2) + "\n", output)
+    else:
+        from .report import terminal
+
+        with _terminal(output) as console:
+            terminal.checkpoint(console, found)
+    not_finite = any(row.get("not_finite") for row in found.get("tensors", ()))
+    return ExitCode.FINDINGS if found["problems"] or not_finite else ExitCode.CLEAN

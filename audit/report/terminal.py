@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -153,3 +153,40 @@ def evidence(console: Console, lock: Lock) -> None:
             _say(console, f"    $ {record.command}", "dim")
         if not entry.evidence:
             _say(console, "  static only: never run" if not entry.required else "  no measurement")
+
+
+def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_cell(value)) for value in row))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def checkpoint(console: Console, found: Mapping[str, Any]) -> None:
+    """What `k3_audit.reference.inspect.inspect` returned: totals, layers, tensors of one layer, problems."""
+    _say(console, found["path"], "bold")
+    for name, value in found["totals"].items():
+        _say(console, f"  {name.replace('_', ' ')}: {value:,}")
+    _say(console)
+    columns = ("layer", "attention", "ffn", "block_start", "tensors", "bytes")
+    _table(console, columns, ([row[c] for c in columns] for row in found["layers"]))
+    if tensors := found.get("tensors"):
+        _say(console)
+        columns = tuple(tensors[0])
+        _table(console, columns, ([row[c] for c in columns] for row in tensors))
+    _say(console)
+    for problem in found["problems"]:
+        _say(console, f"{problem['kind']}: {problem['name']}: {problem['detail']}", "red")
+    _say(console, f"{len(found['problems'])} problems" if found["problems"] else "no problem found")
