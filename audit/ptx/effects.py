@@ -191,23 +191,21 @@ def used(ins: Instruction) -> tuple[str, ...]:
 # -- the table --------------------------------------------------------------------------------------------
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SEMS = _words("weak relaxed acquire release acq_rel sc volatile mmio")
-SCOPES = _words("cta cluster gpu sys")
-SPACES = _words(
-    "global shared shared::cta shared::cluster local param param::entry param::func const generic"
-)
+SEMS = words("weak relaxed acquire release acq_rel sc volatile mmio")
+SCOPES = words("cta cluster gpu sys")
+SPACES = words("global shared shared::cta shared::cluster local param param::entry param::func const generic")
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
-_TYPES = frozenset(TYPE_BYTES) | _words("e4m3 e5m2 e4m3x2 e5m2x2 e4m3x4 e5m2x4 b1024 b1 s4 u4")
-_HINTS = _words("ca cg cs lu cv wb wt nc uni unified L1::no_allocate L1::evict_normal L1::evict_unchanged")
-_HINTS |= _words(
+_TYPES = frozenset(TYPE_BYTES) | words("e4m3 e5m2 e4m3x2 e5m2x2 e4m3x4 e5m2x4 b1024 b1 s4 u4")
+_HINTS = words("ca cg cs lu cv wb wt nc uni unified L1::no_allocate L1::evict_normal L1::evict_unchanged")
+_HINTS |= words(
     "L1::evict_first L1::evict_last L2::evict_last L2::evict_normal L2::evict_first L2::cache_hint"
 )
-_HINTS |= _words("L2::64B L2::128B L2::256B")
-_ARITH = _words("add min max inc dec and or xor exch cas noftz ftz x2 acc::f32 acc::f16")
+_HINTS |= words("L2::64B L2::128B L2::256B")
+_ARITH = words("add min max inc dec and or xor exch cas noftz ftz x2 acc::f32 acc::f16")
 
 Shape = str  # one letter per operand: a(ddress) t(ensor address) v(ector) o(ther)
 
@@ -302,7 +300,7 @@ def _st(m: _Mods) -> Effect:
     return Effect(Kind.STORE, sem=sem, scope=scope, accesses=(access,))
 
 
-_COMPLETION = _words("mbarrier::complete_tx::bytes bulk_group")
+_COMPLETION = words("mbarrier::complete_tx::bytes bulk_group")
 
 
 def _mbarrier_object(operand: int, multicast: bool = False) -> Access:
@@ -348,7 +346,7 @@ def _multimem(m: _Mods) -> Effect:
     addresses = m.addresses()
     if m.flag("cp"):
         reduce = m.flag("reduce")
-        m.all(_words("async bulk"))
+        m.all(words("async bulk"))
         m.all(_COMPLETION | _HINTS | _ARITH)
         m.all(SPACES)
         m.width()
@@ -358,7 +356,7 @@ def _multimem(m: _Mods) -> Effect:
         source = Access(addresses[1], "shared::cta", True, False, **common)
         m.flag("cp_mask")
         return Effect(Kind.BULK, op="reduce" if reduce else "copy", accesses=(to, source))
-    what = m.one(_words("ld_reduce st red"))
+    what = m.one(words("ld_reduce st red"))
     if not what:
         raise _Bad
     m.all(_HINTS)
@@ -394,11 +392,11 @@ def _restriction(m: _Mods) -> str:
 
 
 def _proxy_fence(m: _Mods) -> Effect:
-    kind = m.one(_words("alias async async::generic tensormap::generic"))
+    kind = m.one(words("alias async async::generic tensormap::generic"))
     if kind == "alias":
         return Effect(Kind.PROXY_FENCE, proxy="alias")
     if kind == "async":
-        space = m.one(_words("global shared shared::cta shared::cluster"))
+        space = m.one(words("global shared shared::cta shared::cluster"))
         return Effect(Kind.PROXY_FENCE, proxy="async", space=_space(space))
     if kind == "async::generic":
         restrict = _restriction(m)
@@ -419,7 +417,7 @@ def _proxy_fence(m: _Mods) -> Effect:
 def _membar(m: _Mods) -> Effect:
     if m.flag("proxy"):
         return _proxy_fence(m)
-    level = m.one(_words("cta gl sys"))
+    level = m.one(words("cta gl sys"))
     if not level:
         raise _Bad
     return Effect(Kind.FENCE, sem="sc", scope="gpu" if level == "gl" else level)
@@ -430,7 +428,7 @@ def _barrier(m: _Mods) -> Effect:
         m.flag("sync")
         return Effect(Kind.WARP_BARRIER, op="sync", sem="acq_rel", scope="cta")
     if m.flag("cluster"):
-        op = m.one(_words("arrive wait"))
+        op = m.one(words("arrive wait"))
         sem, _ = m.sem_scope({"arrive": "release", "wait": "acquire"}.get(op, ""), "")
         m.flag("aligned")
         if not op:
@@ -438,16 +436,16 @@ def _barrier(m: _Mods) -> Effect:
         return Effect(Kind.CLUSTER_BARRIER, op=op, sem=sem, scope="cluster")
     m.flag("cta")
     m.flag("aligned")
-    op = m.one(_words("sync red arrive"))
+    op = m.one(words("sync red arrive"))
     if not op:
         raise _Bad
-    m.all(_words("popc and or pred u32"))
+    m.all(words("popc and or pred u32"))
     sem = "release" if op == "arrive" else "acq_rel"
     return Effect(Kind.BARRIER, op=op, sem=sem, scope="cta", barrier=1 if op == "red" else 0)
 
 
 def _mbarrier(m: _Mods) -> Effect:
-    op = m.one(_words("init inval expect_tx complete_tx arrive arrive_drop test_wait try_wait pending_count"))
+    op = m.one(words("init inval expect_tx complete_tx arrive arrive_drop test_wait try_wait pending_count"))
     m.flag("b64")
     if op == "pending_count":
         return _COMPUTE
@@ -468,9 +466,9 @@ def _mbarrier(m: _Mods) -> Effect:
     return Effect(Kind.MBARRIER, op=name, sem=sem, scope=scope, space=space, accesses=(access,))
 
 
-_DIMENSIONS = _words("1d 2d 3d 4d 5d")
-_TILE_MODES = _words("tile tile::gather4 tile::scatter4 im2col im2col::w im2col::w::128 im2col_no_offs")
-_TENSOR_MODS = _DIMENSIONS | _TILE_MODES | _words("tensor cta_group::1 cta_group::2")
+_DIMENSIONS = words("1d 2d 3d 4d 5d")
+_TILE_MODES = words("tile tile::gather4 tile::scatter4 im2col im2col::w im2col::w::128 im2col_no_offs")
+_TENSOR_MODS = _DIMENSIONS | _TILE_MODES | words("tensor cta_group::1 cta_group::2")
 
 
 def _cp(m: _Mods) -> Effect:
@@ -487,7 +485,7 @@ def _cp(m: _Mods) -> Effect:
         m.flag("b64")
         access = Access(m.addresses()[0], space, True, True, "relaxed", "cta", width=8, role="mbarrier")
         return Effect(Kind.ASYNC_GROUP, op="mbarrier_arrive", accesses=(access,))
-    op = m.one(_words("commit_group wait_group wait_all"))
+    op = m.one(words("commit_group wait_group wait_all"))
     if op:
         return Effect(Kind.ASYNC_GROUP, op={"commit_group": "commit", "wait_group": "wait"}.get(op, op))
     m.all(_HINTS)
@@ -501,7 +499,7 @@ def _cp(m: _Mods) -> Effect:
 
 
 def _cp_bulk(m: _Mods, reduce: bool) -> Effect:
-    op = m.one(_words("commit_group wait_group"))
+    op = m.one(words("commit_group wait_group"))
     if op:
         read = m.flag("read")
         return Effect(
@@ -512,7 +510,7 @@ def _cp_bulk(m: _Mods, reduce: bool) -> Effect:
     m.all(_TENSOR_MODS)
     multicast = m.flag("multicast::cluster")
     completion = m.one(_COMPLETION)
-    m.all(_HINTS | _ARITH | _words("cp_mask ignore_oob L2"))
+    m.all(_HINTS | _ARITH | words("cp_mask ignore_oob L2"))
     spaces = [_space(s) for s in m.all(SPACES)]
     m.width()
     addresses = m.addresses()
@@ -546,7 +544,7 @@ def _cp_bulk(m: _Mods, reduce: bool) -> Effect:
 def _tensormap(m: _Mods) -> Effect:
     if m.flag("cp_fenceproxy"):
         m.all(SPACES)
-        m.all(_words("tensormap::generic sync aligned"))
+        m.all(words("tensormap::generic sync aligned"))
         sem, scope = m.sem_scope("release", "")
         to, source = m.addresses()[:2]
         write = Access(to, "global", False, True, size_operand=2, role="tensormap")
@@ -556,8 +554,8 @@ def _tensormap(m: _Mods) -> Effect:
         )
     if not m.flag("replace"):
         raise _Bad
-    m.all(_words("tile global_address rank box_dim global_dim global_stride element_stride elemtype"))
-    m.all(_words("interleave_layout swizzle_mode swizzle_atomicity fill_mode"))
+    m.all(words("tile global_address rank box_dim global_dim global_stride element_stride elemtype"))
+    m.all(words("interleave_layout swizzle_mode swizzle_atomicity fill_mode"))
     space = m.space()
     m.width()
     access = Access(m.addresses()[0], space, True, True, width=128, role="tensormap")
@@ -565,12 +563,12 @@ def _tensormap(m: _Mods) -> Effect:
 
 
 def _wgmma(m: _Mods) -> Effect:
-    op = m.one(_words("fence mma_async commit_group wait_group"))
+    op = m.one(words("fence mma_async commit_group wait_group"))
     name = {"mma_async": "mma", "commit_group": "commit", "wait_group": "wait", "fence": "fence"}.get(op)
     if name is None:
         raise _Bad
     if name != "mma":
-        m.all(_words("sync aligned"))
+        m.all(words("sync aligned"))
         return Effect(Kind.WGMMA, op=name)
     m.left.clear()  # shapes and types: no bearing on order
     common: dict[str, Any] = {"reads": True, "writes": False, "proxy": "async", "asynchronous": True}
@@ -585,19 +583,19 @@ def _tcgen05(m: _Mods) -> Effect:
     addresses = m.addresses()
     group = next((x for x in m.left if x.startswith("cta_group::")), "")
     if op == "alloc":
-        m.all(_words("cta_group::1 cta_group::2 sync aligned b32"))
+        m.all(words("cta_group::1 cta_group::2 sync aligned b32"))
         access = Access(addresses[0], m.space(), False, True, width=4)
         return Effect(Kind.TCGEN05, op=op, restrict=group, accesses=(access,))
     if op in ("dealloc", "relinquish_alloc_permit", "fence::before_thread_sync", "fence::after_thread_sync"):
-        m.all(_words("cta_group::1 cta_group::2 sync aligned b32"))
+        m.all(words("cta_group::1 cta_group::2 sync aligned b32"))
         name = op.removeprefix("fence::").removesuffix("_alloc_permit")
         return Effect(Kind.TCGEN05, op=name, restrict=group)
     if op in ("wait::ld", "wait::st"):
-        m.all(_words("sync aligned"))
+        m.all(words("sync aligned"))
         return Effect(Kind.TCGEN05, op=op.replace("::", "_"))
     if op == "commit":
         multicast = m.flag("multicast::cluster")
-        m.all(_words("cta_group::1 cta_group::2 mbarrier::arrive::one b64"))
+        m.all(words("cta_group::1 cta_group::2 mbarrier::arrive::one b64"))
         space = m.space()
         access = Access(
             addresses[0],
@@ -641,7 +639,7 @@ def _tcgen05(m: _Mods) -> Effect:
 
 
 def _griddepcontrol(m: _Mods) -> Effect:
-    op = m.one(_words("wait launch_dependents"))
+    op = m.one(words("wait launch_dependents"))
     if not op:
         raise _Bad
     return Effect(Kind.GRID_DEPENDENCY, op="wait" if op == "wait" else "launch")
@@ -654,7 +652,7 @@ def _clusterlaunchcontrol(m: _Mods) -> Effect:
     if not m.flag("try_cancel"):
         raise _Bad
     multicast = m.flag("multicast::cluster::all")
-    m.all(_words("async b128") | _COMPLETION)
+    m.all(words("async b128") | _COMPLETION)
     space = m.space()
     to, barrier = m.addresses()[:2]
     write = Access(to, space, False, True, proxy="async", width=16, asynchronous=True, multicast=multicast)
@@ -669,7 +667,7 @@ def _prefetch(m: _Mods) -> Effect:
 
 
 def _discard(m: _Mods) -> Effect:
-    m.all(_words("L2"))
+    m.all(words("L2"))
     m.all(_HINTS)
     access = Access(m.addresses()[0], m.space("global"), False, True, width=128)
     return Effect(Kind.STORE, op="discard", sem="weak", accesses=(access,))
