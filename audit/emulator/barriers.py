@@ -1,0 +1,319 @@
+"""The three kinds of barrier: named CTA barriers, the cluster barrier, and mbarrier objects.
+
+PTX ISA, "Parallel Synchronization and Communication Instructions": bar/barrier, barrier.cluster, mbarrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import memory as mem
+from .errors import Fault
+from .values import Array
+
+if TYPE_CHECKING:
+    from .grid import Grid, Selection
+
+NAMED = 16  # barriers 0..15 of each CTA
+TX_LIMIT = (1 << 20) - 1  # "Tracking asynchronous operations by the mbarrier object": range of tx-count
+COUNT_LIMIT = (1 << 20) - 1
+
+
+class CtaBarriers:
+    """bar.sync, bar.red, bar.arrive."""
+
+    def __init__(self, g: Grid) -> None:
+        self.g = g
+        self.arrived = np.zeros((NAMED, g.slots), np.int64)
+        self.expected = np.zeros((NAMED, g.slots), np.int64)  # 0: every living thread of the CTA
+        self.true = np.zeros((NAMED, g.slots), np.int64)  # arrivals with a true predicate, for bar.red
+
+    def arrive(
+        self, lanes: Array, barrier: int, count: int, pc: int, wait: bool, value: Array | None, resume: Any
+    ) -> Array:
+        """Threads reach a barrier. Returns those that need not wait (the barrier opened, or they only arrive)."""
+        g = self.g
+        slots, position, counts = np.unique(g.slot[lanes], return_inverse=True, return_counts=True)
+        before = self.arrived[barrier, slots]
+        mixed = (before > 0) & (self.expected[barrier, slots] != count)
+        if mixed.any():
+            lane = int(np.flatnonzero(mixed[position])[0])
+            raise Fault("barrier", f"barrier {barrier} used with different thread counts in one phase", lane)
+        self.expected[barrier, slots] = count
+        self.arrived[barrier, slots] += counts
+        if value is not None:
+            self.true[barrier, slots] += np.bincount(position, weights=value, minlength=slots.size).astype(
+                int
+            )
+        need = np.full(slots.size, count) if count else g.cta_alive[slots]
+        total = self.arrived[barrier, slots]
+        if (total > need).any():
+            lane = int(np.flatnonzero((total > need)[position])[0])
+            raise Fault(
+                "barrier", f"more threads at barrier {barrier} than its count {int(need.min())}", lane
+            )
+        open_ = total == need
+        g.release(lanes, "cta")
+        passing = open_[position]
+        if wait:
+            from .grid import Wait
+
+            stay = lanes[~passing]
+            keys = g.slot[stay] * NAMED + barrier
+            g.wait(Wait("barrier", stay, keys, pc, np.full(stay.size, count), resume, "cta"))
+        if open_.any():
+            self._open(barrier, slots[open_])
+            if wait:
+                go = lanes[passing]
+                if resume is not None:
+                    resume(g, go)
+                g.acquire(go, "cta")
+            self._reset(barrier, slots[open_])
+        return lanes[passing] if wait else lanes
+
+    def _open(self, barrier: int, slots: Array) -> None:
+        keys = slots * NAMED + barrier
+        self.g.wake("barrier", lambda w: np.isin(w.keys, keys))
+        self.g.machine.progress += 1
+
+    def _reset(self, barrier: int, slots: Array) -> None:
+        self.arrived[barrier, slots] = 0
+        self.true[barrier, slots] = 0
+
+    def recheck(self, slots: Array) -> None:
+        """Threads have exited: barriers without a count may be complete now."""
+        for barrier in np.flatnonzero(self.arrived[:, slots].any(axis=1)).tolist():
+            waiting = (self.arrived[barrier, slots] > 0) & (self.expected[barrier, slots] == 0)
+            ready = slots[waiting & (self.arrived[barrier, slots] >= self.g.cta_alive[slots])]
+            if ready.size:
+                self._open(barrier, ready)
+                self._reset(barrier, ready)
+
+
+class ClusterBarriers:
+    """barrier.cluster.arrive and .wait."""
+
+    def __init__(self, g: Grid) -> None:
+        self.g = g
+        n = g.slots // g.cluster_size
+        self.phase = np.zeros(n, np.int64)
+        self.arrived = np.zeros(n, np.int64)
+        self.pending = np.full(g.n, -1, np.int64)  # per lane: the phase it arrived in and has not waited for
+
+    def _cluster(self, lanes: Array) -> Array:
+        return self.g.slot[lanes] // self.g.cluster_size
+
+    def arrive(self, lanes: Array, release: bool) -> None:
+        twice = self.pending[lanes] >= 0
+        if twice.any():
+            raise Fault(
+                "barrier", "barrier.cluster.arrive twice without a wait", int(np.flatnonzero(twice)[0])
+            )
+        cluster = self._cluster(lanes)
+        self.pending[lanes] = self.phase[cluster]
+        if release:
+            self.g.release(lanes, "cluster")
+        self.arrived += np.bincount(cluster, minlength=self.arrived.size)
+        self.g.machine.progress += 1
+        self.recheck(np.unique(cluster))
+
+    def recheck(self, clusters: Array) -> None:
+        """Open the barriers whose living threads have all arrived."""
+        g = self.g
+        living = g.cta_alive.reshape(-1, g.cluster_size).sum(axis=1)
+        # Threads that exited after their arrival count on neither side.
+        gone = (self.pending >= 0) & ~g.alive
+        if gone.any():
+            self.arrived -= np.bincount(self._cluster(np.flatnonzero(gone)), minlength=self.arrived.size)
+            self.pending[gone] = -1
+        ready = clusters[(self.arrived[clusters] > 0) & (self.arrived[clusters] >= living[clusters])]
+        if ready.size:
+            self.arrived[ready] = 0
+            self.phase[ready] += 1
+            g.wake("cluster", lambda w: self.phase[w.keys] > self.pending[w.lanes])
+
+    def wait(self, lanes: Array, pc: int, acquire: bool) -> Array:
+        """Returns the lanes whose phase is complete; blocks the others."""
+        from .grid import Wait
+
+        never = self.pending[lanes] < 0
+        if never.any():
+            raise Fault("barrier", "barrier.cluster.wait without an arrive", int(np.flatnonzero(never)[0]))
+        cluster = self._cluster(lanes)
+        over = self.phase[cluster] > self.pending[lanes]
+        scope = "cluster" if acquire else ""
+        self.g.wait(Wait("cluster", lanes[~over], cluster[~over], pc, None, self._done, scope))
+        self._done(self.g, lanes[over])
+        if acquire and over.any():
+            self.g.acquire(lanes[over], "cluster")
+        return lanes[over]
+
+    def _done(self, g: Grid, lanes: Array) -> None:
+        self.pending[lanes] = -1
+
+
+@dataclass
+class MBarrier:
+    """`count` arrivals complete a phase; `pending` are missing in this one, and `tx` bytes."""
+
+    count: int
+    pending: int
+    tx: int = 0
+    phase: int = 0
+
+
+class MBarriers:
+    """The mbarrier objects in all CTAs' shared memory, by byte offset in the pool."""
+
+    def __init__(self, g: Grid) -> None:
+        self.g = g
+        self.objects: dict[int, MBarrier] = {}
+
+    def offsets(self, space: str, sel: Selection, address: Array) -> Array:
+        """Pool offsets of 8-byte mbarrier addresses. Raises Fault for an address outside shared memory."""
+        out = np.empty(address.size, np.int64)
+        for pool, where, offset in self.g.resolve(space or "", sel, address, 8):
+            if pool is not self.g.shared:
+                raise Fault("mbarrier", f"an mbarrier must lie in shared memory, not in {pool.name}")
+            out[where] = offset
+        return out
+
+    def init(self, offsets: Array, counts: Array) -> None:
+        shadow = self.g.shared.shadow
+        assert shadow is not None
+        for i, (offset, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=True)):
+            if not 1 <= count <= COUNT_LIMIT:
+                raise Fault("mbarrier", f"count {count} is outside 1..{COUNT_LIMIT}", i)
+            if offset in self.objects:
+                raise Fault("mbarrier", "init of a live mbarrier object: inval it first", i)
+            self.objects[offset] = MBarrier(count, count)
+            shadow[offset : offset + 8] = mem.MBARRIER
+        self.g.machine.progress += 1
+
+    def inval(self, offsets: Array) -> None:
+        shadow = self.g.shared.shadow
+        assert shadow is not None
+        for i, offset in enumerate(offsets.tolist()):
+            self._get(offset, i)
+            del self.objects[offset]
+            shadow[offset : offset + 8] = mem.UNWRITTEN
+
+    def forget(self, slot: int) -> None:
+        """A CTA has ended."""
+        first = slot * self.g.shared_stride
+        for offset in [o for o in self.objects if first <= o < first + self.g.shared_stride]:
+            del self.objects[offset]
+
+    def _get(self, offset: int, position: int = 0) -> MBarrier:
+        found = self.objects.get(offset)
+        if found is None:
+            raise Fault("mbarrier", f"no mbarrier has been initialised at {self.where(offset)}", position)
+        return found
+
+    def where(self, offset: int) -> str:
+        """CTA and shared offset of an mbarrier."""
+        slot, inner = divmod(offset, self.g.shared_stride)
+        inner -= mem.RESERVED_SHARED
+        return f"shared offset {inner} of CTA {int(self.g.cta[slot])}{self.g.program.nearest_shared(inner)}"
+
+    def _each(self, offsets: Array, act: Callable[[MBarrier, Array, int], None]) -> None:
+        for offset in np.unique(offsets).tolist():
+            position = np.flatnonzero(offsets == offset)
+            act(self._get(offset, int(position[0])), position, offset)
+
+    def arrive(
+        self, offsets: Array, counts: Array, tx: Array | None, drop: bool = False
+    ) -> tuple[Array, bool]:
+        """Arrivals in lane order. Returns the state tokens [lanes] and whether a phase completed."""
+        tokens = np.zeros(offsets.size, np.uint64)
+        completed = False
+
+        def act(b: MBarrier, position: Array, offset: int) -> None:
+            nonlocal completed
+            # Lanes are taken together as long as they stay within the phase.
+            whole = counts[position].sum() <= b.pending
+            for part in [position] if whole else [position[i : i + 1] for i in range(position.size)]:
+                arrivals = int(counts[part].sum())
+                if tx is not None:
+                    self._add_tx(b, int(tx[part].astype(np.int64).sum()), int(part[0]))
+                if arrivals > b.pending:
+                    where = self.where(offset)
+                    raise Fault(
+                        "mbarrier", f"more arrivals than the count {b.count} at {where}", int(part[0])
+                    )
+                tokens[part] = (b.phase << 32) | b.pending
+                b.pending -= arrivals
+                if drop:
+                    b.count -= arrivals
+                completed |= self._complete(b)
+
+        self._each(offsets, act)
+        if completed:
+            self._wake()
+        self.g.machine.progress += 1
+        return tokens
+
+    def expect_arrival(self, offset: int) -> None:
+        """One more arrival in this phase (cp.async.mbarrier.arrive without .noinc)."""
+        self._get(offset).pending += 1
+
+    def add_tx(self, offsets: Array, amount: Array) -> None:
+        """expect_tx (positive) or complete_tx (negative)."""
+        completed = False
+
+        def act(b: MBarrier, position: Array, offset: int) -> None:
+            nonlocal completed
+            self._add_tx(b, int(amount[position].sum()), int(position[0]))
+            completed |= self._complete(b)
+
+        self._each(offsets, act)
+        if completed:
+            self._wake()
+        self.g.machine.progress += 1
+
+    @staticmethod
+    def _add_tx(b: MBarrier, amount: int, position: int) -> None:
+        b.tx += amount
+        if abs(b.tx) > TX_LIMIT:
+            raise Fault("mbarrier", f"tx-count {b.tx} is outside the range of {TX_LIMIT}", position)
+
+    @staticmethod
+    def _complete(b: MBarrier) -> bool:
+        if b.pending or b.tx:
+            return False
+        b.phase += 1
+        b.pending = b.count
+        return True
+
+    def _wake(self) -> None:
+        def ready(w: Any) -> Array:
+            return np.array(
+                [self._get(o).phase > p for o, p in zip(w.keys.tolist(), w.detail.tolist(), strict=True)]
+            )
+
+        self.g.wake("mbarrier", ready)
+
+    def test(self, offsets: Array, state: Array | None, parity: Array | None) -> tuple[Array, Array]:
+        """(is the phase complete, the current phase), per lane.
+
+        Raises Fault for a state that is older than the phase before the current one.
+        """
+        unique, inverse = np.unique(offsets, return_inverse=True)
+        first = (
+            [int(np.flatnonzero(inverse == k)[0]) for k in range(unique.size)] if unique.size < 64 else None
+        )
+        phases = np.array(
+            [self._get(o, first[k] if first else 0).phase for k, o in enumerate(unique.tolist())], np.int64
+        )[inverse]
+        if parity is not None:
+            return (phases & 1) != parity.astype(np.int64), phases
+        assert state is not None
+        waited = (state >> np.uint64(32)).astype(np.int64)
+        old = waited < phases - 1
+        if old.any():
+            raise Fault("mbarrier", "wait for a phase before the preceding one", int(np.flatnonzero(old)[0]))
+        return phases > waited, phases

@@ -1,0 +1,171 @@
+"""Weak mode: writes that other CTAs may not have seen yet.
+
+Memory always holds the newest bytes. Beside it stands a record of each recent write with the bytes that it
+replaced, and a read by another CTA may be answered with the replaced bytes. That is a behaviour which the PTX
+memory model allows exactly when nothing orders the write before the read, so the record is *binding* (must be
+seen) as soon as both halves of some ordering exist:
+
+- the writer's side has been published: a release or fence at a scope that holds both threads, by the writer or
+  by a thread that the writer had synchronised with before (barrier, release, in the same CTA or cluster);
+- the reader's side has looked since: an acquire, fence or barrier after the write, with the same rule.
+
+Both are kept as one time per thread and scope, which forgets who synchronised with whom: a binding record may
+not be bound by the model (some allowed behaviours are never shown), but a stale answer always is allowed.
+PTX ISA, "Memory Consistency Model": Scopes, Release and Acquire Patterns, Causality Order, Coherence.
+Every record is revealed to each CTA after a random time, in order for one CTA, so polls end and reads of one
+location never go back in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .memory import Pool
+from .values import Array
+
+if TYPE_CHECKING:
+    from .grid import Grid
+
+WIDE = ("gpu", "sys")
+NEVER = -1
+
+
+@dataclass
+class Record:
+    """One store instruction: byte offsets (ascending) in `pool`, who wrote each, and what stood there."""
+
+    pool: Pool
+    grid: Grid
+    time: int
+    offsets: Array
+    lanes: Array
+    old: Array
+    old_shadow: Array | None
+    reveal: dict[tuple[int, int], int]  # (grid, CTA slot) of a reader -> time
+
+
+class History:
+    """`delay` is the mean number of executed instructions until a write is revealed to a CTA."""
+
+    def __init__(self, rng: np.random.Generator, now: Callable[[], int], delay: int = 2000) -> None:
+        self.rng = rng
+        self.now = now
+        self.delay = delay
+        self.records: list[Record] = []
+        self.stale_reads = 0
+
+    def add(self, g: Grid, lanes: Array, pool: Pool, offset: Array, size: int) -> None:
+        """Note a write of `size` bytes at each offset that is about to happen."""
+        bytes_ = (offset[:, None] + np.arange(size)).ravel()
+        order = np.argsort(bytes_, kind="stable")
+        bytes_ = bytes_[order]
+        shadow = None if pool.shadow is None else pool.shadow[bytes_].copy()
+        who = np.repeat(lanes, size)[order]
+        self.records.append(Record(pool, g, self.now(), bytes_, who, pool.data[bytes_].copy(), shadow, {}))
+
+    def stale(
+        self, g: Grid, lanes: Array, pool: Pool, offset: Array, size: int
+    ) -> tuple[Array, Array] | None:
+        """What a read sees where that is not the newest: (bytes [lanes, size], shadow or None), else None."""
+        low, high = int(offset.min()), int(offset.max()) + size
+        now = self.now()
+        data: Array | None = None
+        shadow: Array | None = None
+        settled = np.zeros((lanes.size, size), bool)  # the newest write that this lane sees has been found
+        for record in reversed(self.records):
+            if record.pool is not pool or record.offsets[-1] < low or record.offsets[0] >= high:
+                continue
+            wanted = offset[:, None] + np.arange(size)
+            # With two writers of one byte in one instruction the later lane's bytes stand in memory.
+            at = np.searchsorted(record.offsets, wanted, side="right") - 1
+            hit = (at >= 0) & (record.offsets[at] == wanted) & ~settled
+            if not hit.any():
+                continue
+            hidden = hit & self._hidden(record, g, lanes, record.lanes[at], now)
+            settled |= hit & ~hidden
+            if hidden.any():
+                if data is None:
+                    data = pool.data[wanted].copy()
+                    shadow = None if pool.shadow is None else pool.shadow[wanted].copy()
+                first = np.searchsorted(record.offsets, wanted, side="left")
+                data[hidden] = record.old[first[hidden]]
+                if shadow is not None and record.old_shadow is not None:
+                    shadow[hidden] = record.old_shadow[first[hidden]]
+        if data is None:
+            return None
+        self.stale_reads += 1
+        return data, shadow
+
+    def _hidden(self, record: Record, g: Grid, readers: Array, writers: Array, now: int) -> Array:
+        """Shape of `writers`, [lanes, size]: may this read miss this write?"""
+        w, t = record.grid, record.time
+        slot = g.slot[readers]
+        unrevealed = np.zeros(readers.size, bool)
+        for s in np.unique(slot).tolist():
+            unrevealed[slot == s] = now < self._reveal(record, g.index, s)
+        same_cta = np.zeros(writers.shape, bool)
+        bound = (w.published["gpu"][writers] > t) & (g.seen["gpu"][readers] >= t)[:, None]
+        if w is g:
+            same_cta = g.slot[writers] == slot[:, None]
+            near = g.base[writers] == g.base[readers][:, None]
+            bound |= near & (w.published["cluster"][writers] > t) & (g.seen["cluster"][readers] >= t)[:, None]
+        return unrevealed[:, None] & ~same_cta & ~bound
+
+    def _reveal(self, record: Record, grid: int, slot: int) -> int:
+        key = (grid, slot)
+        if key not in record.reveal:
+            record.reveal[key] = record.time + int(self.rng.exponential(self.delay))
+        return record.reveal[key]
+
+    def reveal_all(self) -> bool:
+        """Make every write seen. True when there was one to reveal."""
+        some = bool(self.records)
+        self.records.clear()
+        return some
+
+    def prune(self) -> None:
+        """Drop records that are older than any delay that matters."""
+        horizon = self.now() - 20 * self.delay
+        if self.records and self.records[0].time < horizon:
+            self.records = [r for r in self.records if r.time >= horizon]
+
+    # -- ordering ---------------------------------------------------------------------------------------
+
+    def release(self, g: Grid, lanes: Array, scope: str) -> None:
+        """A release or fence by `lanes`: what they and their synchronised neighbours wrote is published."""
+        now = self.now() + 1
+        slots = np.unique(g.slot[lanes])
+        if scope != "cta":
+            mates = np.flatnonzero(np.isin(g.slot, slots))
+            for level in ("cluster", "gpu") if scope in WIDE else ("cluster",):
+                mark = g.published[level]
+                mark[mates] = np.maximum(mark[mates], g.pooled[mates])
+                mark[lanes] = now
+            if scope in WIDE:
+                cluster = np.flatnonzero(np.isin(g.base, np.unique(g.base[lanes])))
+                gpu = g.published["gpu"]
+                gpu[cluster] = np.maximum(gpu[cluster], g.published["cluster"][cluster])
+        g.pooled[lanes] = now
+
+    def acquire(self, g: Grid, lanes: Array, scope: str) -> None:
+        """An acquire or fence by `lanes`: they see what had been published before."""
+        now = self.now()
+        key = g.slot if scope == "cta" else g.base
+        mates = np.flatnonzero(np.isin(key, np.unique(key[lanes])))
+        for level in ("cluster", "gpu"):
+            seen = g.seen[level]
+            if scope in WIDE or (scope == "cluster" and level == "cluster"):
+                seen[lanes] = now
+                continue
+            best = np.full(int(key.max()) + 1, NEVER)
+            np.maximum.at(best, key[mates], seen[mates])
+            seen[lanes] = np.maximum(seen[lanes], best[key[lanes]])
+
+    def finish(self, g: Grid) -> None:
+        """A grid has completed: all that it wrote is published."""
+        for level in g.published:
+            g.published[level][:] = self.now() + 1
