@@ -37,7 +37,10 @@ class CtaBarriers:
     ) -> Array:
         """Threads reach a barrier. Returns those that need not wait (the barrier opened, or they only arrive)."""
         g = self.g
-        slots, position, counts = np.unique(g.slot[lanes], return_inverse=True, return_counts=True)
+        arriving = np.bincount(g.slot[lanes], minlength=g.slots)
+        slots = np.flatnonzero(arriving)
+        counts = arriving[slots]
+        position = (np.cumsum(arriving > 0) - 1)[g.slot[lanes]]
         before = self.arrived[barrier, slots]
         mixed = (before > 0) & (self.expected[barrier, slots] != count)
         if mixed.any():
@@ -290,25 +293,20 @@ class MBarriers:
         return True
 
     def _wake(self) -> None:
-        def ready(w: Any) -> Array:
-            return np.array(
-                [self._get(o).phase > p for o, p in zip(w.keys.tolist(), w.detail.tolist(), strict=True)]
-            )
+        self.g.wake("mbarrier", lambda w: self._phases(w.keys) > w.detail)
 
-        self.g.wake("mbarrier", ready)
+    def _phases(self, offsets: Array) -> Array:
+        """Current phase of the mbarrier at each offset."""
+        unique, first, inverse = np.unique(offsets, return_index=True, return_inverse=True)
+        pairs = zip(unique.tolist(), first.tolist(), strict=True)
+        return np.array([self._get(o, k).phase for o, k in pairs], np.int64)[inverse]
 
     def test(self, offsets: Array, state: Array | None, parity: Array | None) -> tuple[Array, Array]:
         """(is the phase complete, the current phase), per lane.
 
         Raises Fault for a state that is older than the phase before the current one.
         """
-        unique, inverse = np.unique(offsets, return_inverse=True)
-        first = (
-            [int(np.flatnonzero(inverse == k)[0]) for k in range(unique.size)] if unique.size < 64 else None
-        )
-        phases = np.array(
-            [self._get(o, first[k] if first else 0).phase for k, o in enumerate(unique.tolist())], np.int64
-        )[inverse]
+        phases = self._phases(offsets)
         if parity is not None:
             return (phases & 1) != parity.astype(np.int64), phases
         assert state is not None

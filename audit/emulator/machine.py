@@ -330,6 +330,8 @@ class Machine:
                 self._finish(g)
                 return True
         if self.advance():
+            while not self.random and self.advance():  # all of them, so that whoever waits goes on together
+                pass
             return True
         if self.history is not None and self.stuck and self.history.reveal_all():
             self.progress += 1

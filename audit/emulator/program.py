@@ -384,7 +384,9 @@ class Program:
             self.register_sizes.append(sizes.get(type_, WIDTH.get(type_, 0)))
         local = {}
         formal = {v.name: v for v in (*f.params, *f.returns)}
-        variables = {n: v for n, v in f.variables.items() if v.space in ("local", "param") and n not in formal}
+        variables = {
+            n: v for n, v in f.variables.items() if v.space in ("local", "param") and n not in formal
+        }
         if not f.is_entry:
             variables |= formal
         for v in variables.values():

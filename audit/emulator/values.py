@@ -182,9 +182,11 @@ def fma_f32(a: Array, b: Array, c: Array, mode: str = "rn", ftz: bool = False, s
     # The second rounding can only go wrong where s lies half-way between two f32 numbers. Such an s ends in a 1
     # and 28 zeros among normal numbers; subnormal half-way points have more forms, so all of them are redone.
     risky = (s.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-    risky |= np.abs(s) < 2.0**-125
-    if risky.any():
-        s = np.where(risky, _sum(p, z, mode), s)
+    risky |= (np.abs(s) < 2.0**-125) & (s != 0)
+    again = np.flatnonzero(risky)
+    if again.size:
+        p, z = np.broadcast_arrays(p, z)
+        s[again] = _sum(p[again], z[again], mode)
     return finish_f32(s.astype(np.float32), ftz, sat)
 
 
