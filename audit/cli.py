@@ -8,6 +8,7 @@ kernel toolkit) happen inside the commands that need them, so that `scan` and `e
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import tomllib
 import traceback
@@ -269,6 +270,8 @@ def _scan_path(path: str, contracts: dict[str, Contract], texts: dict[str, str])
 
     name = os.fsencode(path).decode("utf-8", "replace")
     try:
+        if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):
+            return [_unreadable(name, "neither a file nor a folder (write what comes from a pipe to a file)")]
         reports: list[KernelReport] = []
         for unit in load(Path(path)):
             texts[unit.file] = unit.ptx
@@ -469,3 +472,7 @@ def inspect(checkpoint: Path, layer: int | None, no_values: bool, form: str, out
             terminal.checkpoint(console, found)
     not_finite = any(row.get("not_finite") for row in found.get("tensors", ()))
     return ExitCode.FINDINGS if found["problems"] or not_finite else ExitCode.CLEAN
+
+
+if __name__ == "__main__":
+    main()

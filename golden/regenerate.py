@@ -215,7 +215,7 @@ def locked(artifact: Artifact, before: Entry | None, policy: Policy, reason: str
 
 def run_tier(tier: str, kernel: str, arch: str) -> bool:
     """`pytest -m TIER` for one kernel on this machine's GPU; True when it passed."""
-    command = ["-m", "pytest", "-m", tier, "tests", "--kernel", kernel, "--arch", arch]
+    command = ["-m", "pytest", f"tests/{tier}", "-m", tier, "--kernel", kernel, "--arch", arch]
     command += ["--evidence-dir", str(EVIDENCE), "-p", "no:cacheprovider"]
     click.echo(f"measure  python {' '.join(command)}")
     for old in EVIDENCE.glob(f"{kernel}.{arch}.{tier}.*.json"):
