@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -41,9 +43,11 @@ _SCALE_RMS = 1.323  # and of a scale that is 1/2, 1 or 2
 
 def synthesise(config: Config, seed: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """A full set of tensors for `config`, with the names, shapes and dtypes of `expected_tensors(config)`."""
-    return {
-        name: _tensor(config, seed, name, spec).to(device) for name, spec in expected_tensors(config).items()
-    }
+    specs = expected_tensors(config)
+    # NumPy releases the interpreter lock in its loops; more threads than this only cost memory.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        made = pool.map(lambda name: _tensor(config, seed, name, specs[name]).to(device), specs)
+        return dict(zip(specs, made, strict=True))
 
 
 def _tensor(config: Config, seed: int, name: str, spec: TensorSpec) -> Tensor:
@@ -101,6 +105,8 @@ class _Source:
     def normal(self, shape: tuple[int, ...]) -> Tensor:
         """Nearly normal, variance 1, |x| < 3.47: the standardised sum of a word's four 16-bit parts."""
         words = self._words(math.prod(shape))
-        total = sum((words >> np.uint64(shift)) & np.uint64(0xFFFF) for shift in (0, 16, 32, 48))
-        centred = (total.astype(np.int64) - 2 * 0xFFFF).astype(np.float32)
+        total = np.zeros(len(words), np.int64)
+        for shift in (0, 16, 32, 48):
+            total += ((words >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64)
+        centred = (total - 2 * 0xFFFF).astype(np.float32)
         return torch.from_numpy(centred * np.float32(1 / math.sqrt((2**32 - 1) / 3))).view(shape)
