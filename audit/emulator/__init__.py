@@ -51,8 +51,8 @@ _TEXTS: dict[str, Module] = {}
 class Tensor:
     """A CuTe DSL tensor argument with dynamic layout: {pointer; int32 shape[]; int64 stride[]} by value.
 
-    `strides` are in elements; the innermost one is static in the kernel and not passed. The defaults are those
-    of the array, which must be C-contiguous.
+    `strides` are in elements; the innermost one is static in the kernel and not passed. The defaults are
+    those of the array, which must be C-contiguous.
     """
 
     array: Array
@@ -69,10 +69,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. `args` follow the `.entry`: numpy arrays (a pointer to them), :class:`Tensor`, scalars, bytes.
+    """One launch. `args` follow the `.entry`: numpy arrays (a pointer to them), :class:`Tensor`, scalars,
+    bytes.
 
-    `grid` counts CTAs. `entry` names the kernel where a module holds several. `overlap` is programmatic stream
-    serialization (PDL): the launch may start before the previous one of the stream has completed.
+    `grid` counts CTAs. `entry` names the kernel where a module holds several. `overlap` is programmatic
+    stream serialization (PDL): the launch may start before the previous one of the stream has completed.
     """
 
     ptx: str | Module
@@ -89,10 +90,11 @@ class Launch:
 class Result:
     """What a run did.
 
-    `steps` counts instructions executed by a group of threads together. `executed[i]` holds the PTX lines that
-    launch i executed, `missed[i]` those of its kernel that no thread reached. `overlapped[i]` says whether launch
-    i started before its predecessor had completed. `stale_reads` counts load instructions that weak mode answered
-    with older bytes for some thread. `diagnostics` are faults tolerated under uninitialized="record".
+    `steps` counts instructions executed by a group of threads together. `executed[i]` holds the PTX lines
+    that launch i executed, `missed[i]` those of its kernel that no thread reached. `overlapped[i]` says
+    whether launch i started before its predecessor had completed. `stale_reads` counts load instructions
+    that weak mode answered with older bytes for some thread. `diagnostics` are faults tolerated under
+    uninitialized="record".
     """
 
     memory: Memory
@@ -157,14 +159,14 @@ def run(
 ) -> Result:
     """Run one kernel to its end.
 
-    `schedule` is "lockstep" (default), "eager" or "random" with `seed`; see machine.py. `weak` lets writes become
-    visible to other CTAs late wherever the PTX memory model allows it; see history.py. `uninitialized` is what a
-    read of shared or poisoned memory that nobody wrote does: "raise", "record" or "ignore". `approx_seed` moves
-    the results of approximate instructions inside their documented bounds. A `Function` runs without its module's
-    variables.
+    `schedule` is "lockstep" (default), "eager" or "random" with `seed`; see machine.py. `weak` lets writes
+    become visible to other CTAs late wherever the PTX memory model allows it; see history.py.
+    `uninitialized` is what a read of shared or poisoned memory that nobody wrote does: "raise", "record" or
+    "ignore". `approx_seed` moves the results of approximate instructions inside their documented bounds. A
+    `Function` runs without its module's variables.
 
-    Raises EmulationError for anything that PTX leaves undefined, Deadlock when nothing can go on, Unsupported for
-    an instruction that is not emulated, ValueError for arguments that do not fit.
+    Raises EmulationError for anything that PTX leaves undefined, Deadlock when nothing can go on,
+    Unsupported for an instruction that is not emulated, ValueError for arguments that do not fit.
     """
     if isinstance(ptx, Function):
         ptx = _wrap(ptx, arch)
@@ -197,9 +199,10 @@ def run_stream(
 ) -> Result:
     """Run launches in stream order on one memory. Parameters and errors as in :func:`run`.
 
-    `pdl` overrides `Launch.overlap` for all launches after the first. An overlapping launch may start once every
-    CTA of its predecessor has issued `griddepcontrol.launch_dependents` or ended; its `griddepcontrol.wait`
-    returns when the predecessor has completed. With schedule="eager" it then runs ahead as far as it may.
+    `pdl` overrides `Launch.overlap` for all launches after the first. An overlapping launch may start once
+    every CTA of its predecessor has issued `griddepcontrol.launch_dependents` or ended; its
+    `griddepcontrol.wait` returns when the predecessor has completed. With schedule="eager" it then runs
+    ahead as far as it may.
     """
     memory = memory if memory is not None else Memory()
     prepared = []

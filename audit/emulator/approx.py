@@ -1,11 +1,12 @@
 """The approximate instructions, and how far the hardware may be from the value computed here.
 
-The value is computed in f64 and rounded once to the result format. The hardware's own result is not specified,
-only its maximum error; :data:`BOUNDS` is that error, from the PTX ISA, "Floating Point Instructions" (div, rcp,
-sqrt, rsqrt, sin, cos, lg2, ex2, tanh) and "Half Precision Floating Point Instructions" (tanh, ex2). A caller
-that compares with hardware must add it to its error budget. :class:`Approximator` can also move every result by
-a pseudo-random part of the bound, the same for the same input, so that a test may show that its criteria hold
-for any conforming hardware and not for one rounding only.
+The value is computed in f64 and rounded once to the result format. The hardware's own result is not
+specified, only its maximum error; :data:`BOUNDS` is that error, from the PTX ISA, "Floating Point
+Instructions" (div, rcp, sqrt, rsqrt, sin, cos, lg2, ex2, tanh) and "Half Precision Floating Point
+Instructions" (tanh, ex2). A caller that compares with hardware must add it to its error budget.
+:class:`Approximator` can also move every result by a pseudo-random part of the bound, the same for the same
+input, so that a test may show that its criteria hold for any conforming hardware and not for one rounding
+only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .values import Array, Format, decode, encode, finish_f32, flush, quiet
 
 @dataclass(frozen=True)
 class Bound:
-    """Maximum error: `ulp` units in the last place of the correctly rounded result, or relative, or absolute."""
+    """Maximum error: in `ulp` of the correctly rounded result, relative ("rel") or absolute ("abs")."""
 
     kind: str
     size: float

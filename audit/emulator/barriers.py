@@ -35,7 +35,7 @@ class CtaBarriers:
     def arrive(
         self, lanes: Array, barrier: int, count: int, pc: int, wait: bool, value: Array | None, resume: Any
     ) -> Array:
-        """Threads reach a barrier. Returns those that need not wait (the barrier opened, or they only arrive)."""
+        """Threads reach a barrier. Returns those that need not wait: it opened, or they only arrive."""
         g = self.g
         arriving = np.bincount(g.slot[lanes], minlength=g.slots)
         slots = np.flatnonzero(arriving)

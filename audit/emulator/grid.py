@@ -1,13 +1,13 @@
 """One launch at run time: its threads, their registers, and the memory that they see.
 
 Threads are numbered through: lane = CTA slot * padded block size + linear thread index. Every register is one
-array over all lanes. A *selection* is the set of lanes that execute an instruction together: `slice(None)` for
-all of them, else an ascending index array; `register[selection]` works with both.
+array over all lanes. A *selection* is the set of lanes that execute an instruction together: `slice(None)`
+for all of them, else an ascending index array; `register[selection]` works with both.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from .barriers import ClusterBarriers, CtaBarriers, MBarriers
 from .errors import Fault, Where
 from .history import History
 from .memory import Pool
+from .ops_async import Groups
 from .program import Program
 from .values import UINT, Array
 
@@ -42,14 +43,6 @@ class Wait:
     detail: Array | None = None
     resume: Any = None
     scope: str = ""
-
-
-@dataclass
-class AsyncCopies:
-    """What one thread, or one instruction, has in flight: groups of operations for commit/wait."""
-
-    open: list[Any] = field(default_factory=list)
-    groups: list[list[Any]] = field(default_factory=list)
 
 
 class Grid:
@@ -124,8 +117,8 @@ class Grid:
         self.parked: dict[
             int, list[Array]
         ] = {}  # pc of a warp-synchronous instruction -> lanes that wait there
-        self.copies: dict[int, AsyncCopies] = {}  # lane -> its bulk groups
-        self.cp_async: dict[int, AsyncCopies] = {}
+        self.bulk = Groups(n)
+        self.cp_async = Groups(n)
         self.priority = np.zeros(n, np.int64)
 
         self.next_cluster = 0

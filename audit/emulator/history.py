@@ -5,8 +5,8 @@ replaced, and a read by another CTA may be answered with the replaced bytes. Tha
 memory model allows exactly when nothing orders the write before the read, so the record is *binding* (must be
 seen) as soon as both halves of some ordering exist:
 
-- the writer's side has been published: a release or fence at a scope that holds both threads, by the writer or
-  by a thread that the writer had synchronised with before (barrier, release, in the same CTA or cluster);
+- the writer's side has been published: a release or fence at a scope that holds both threads, by the writer
+  or by a thread that the writer had synchronised with before (barrier or release, in its CTA or cluster);
 - the reader's side has looked since: an acquire, fence or barrier after the write, with the same rule.
 
 Both are kept as one time per thread and scope, which forgets who synchronised with whom: a binding record may
@@ -91,10 +91,9 @@ class History:
                 if data is None:
                     data = pool.data[wanted].copy()
                     shadow = None if pool.shadow is None else pool.shadow[wanted].copy()
-                first = np.searchsorted(record.offsets, wanted, side="left")
-                data[hidden] = record.old[first[hidden]]
+                data[hidden] = record.old[at[hidden]]
                 if shadow is not None and record.old_shadow is not None:
-                    shadow[hidden] = record.old_shadow[first[hidden]]
+                    shadow[hidden] = record.old_shadow[at[hidden]]
         if data is None:
             return None
         self.stale_reads += 1

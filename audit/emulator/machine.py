@@ -7,11 +7,12 @@ written since) waits until something changes, so that a deadlock is found and no
 
 Schedules:
   "lockstep"  everything together, the oldest launch first; the same every time
-  "eager"     as lockstep, but the newest launch that may run goes first: a launch that overlaps its predecessor
+  "eager"     as lockstep, but the newest launch that may run goes first: a launch that overlaps its
+  predecessor
               runs as far ahead of it as it may
   "random"    launches, CTAs and warps get random priorities, and lose them at random moments. This is the
-              scheduler of S. Burckhardt et al., "A randomized scheduler with probabilistic guarantees of finding
-              bugs", ASPLOS 2010, with sets of threads in the place of threads.
+              scheduler of S. Burckhardt et al., "A randomized scheduler with probabilistic guarantees of
+              finding bugs", ASPLOS 2010, with sets of threads in the place of threads.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from typing import Any
 import numpy as np
 
 from .approx import Approximator
+from .barriers import NAMED
 from .errors import Deadlock, EmulationError, Fault, Where
-from .grid import EVERYONE, Dim, Grid
+from .grid import Dim, Grid
 from .history import History
 from .memory import Memory
-from .ops_async import Operation
+from .ops_async import Batch
 from .program import Program
 from .values import Array
 
@@ -37,7 +39,7 @@ RESIDENT_BYTES = 1 << 30  # registers of the CTAs that are resident at a time
 SCHEDULES = ("lockstep", "eager", "random")
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Lanes at one instruction. `epoch` grows when a group gives way; the lowest epoch runs first."""
 
@@ -105,7 +107,7 @@ class Machine:
         self.ready: list[Group] = []
         self.stuck: list[Group] = []  # provably waiting for memory to change
         self.stuck_since = 0
-        self.pending: list[Operation] = []
+        self.pending: list[Batch] = []
         self.grids: list[Grid] = []
         self.trace = Trace()
         self.changed = False  # has the set of runnable groups changed since the current step began?
@@ -123,10 +125,11 @@ class Machine:
         while len(self.grids) < len(self.launches):
             launch = self.launches[len(self.grids)]
             previous = self.grids[-1] if self.grids else None
+            # PTX ISA, griddepcontrol: dependents may be scheduled once every CTA has issued
+            # launch_dependents or has completed.
             if previous is not None and not previous.complete:
-                # PTX ISA, griddepcontrol: dependents may be scheduled once every CTA has issued
-                # launch_dependents or has completed.
-                if not (launch.overlap and previous.triggered.all()):
+                may = launch.overlap and previous.triggered.all()
+                if not may:
                     break
             self._start(launch, previous)
             started = True
@@ -162,9 +165,9 @@ class Machine:
 
     def _finish(self, g: Grid) -> None:
         """A launch whose threads have all ended completes, with what it left in flight."""
-        for operation in [o for o in self.pending if o.grid is g]:
-            operation.complete()
-        self.pending = [o for o in self.pending if not o.done]
+        for batch in [b for b in self.pending if b.grid is g]:
+            batch.complete()
+        self.pending = [b for b in self.pending if not b.done]
         g.complete = True
         self.progress += 1
         if self.history is not None:
@@ -270,24 +273,25 @@ class Machine:
 
     # -- asynchronous operations ------------------------------------------------------------------------
 
-    def issue(self, operation: Operation) -> None:
-        """Queue an asynchronous operation."""
-        self.pending.append(operation)
-
-    def batches(self, g: Grid, lanes: Array) -> list[Array]:
-        """Positions of `lanes` whose operations complete together: all, or under a random schedule by warp."""
-        if not self.random:
-            return [np.arange(lanes.size)]
-        warp = g.warp[lanes]
-        return [np.flatnonzero(warp == w) for w in np.unique(warp)]
+    def issue(self, batch: Batch) -> None:
+        """Queue asynchronous operations."""
+        self.pending.append(batch)
 
     def advance(self) -> bool:
-        """Carry out one asynchronous operation: the oldest, or a random one. False when there is none."""
-        self.pending = [o for o in self.pending if not o.done]
+        """Carry out the oldest asynchronous operations; under a random schedule one warp's part of any.
+
+        False when there is nothing to carry out.
+        """
+        self.pending = [b for b in self.pending if not b.done]
         if not self.pending:
             return False
-        k = int(self.rng.integers(0, len(self.pending))) if self.random else 0
-        self.pending.pop(k).complete()
+        if not self.random:
+            self.pending.pop(0).complete()
+            return True
+        batch = self.pending[int(self.rng.integers(0, len(self.pending)))]
+        warps = batch.grid.warp[batch.lanes]
+        left = warps[batch.left]
+        batch.complete(np.flatnonzero(warps == left[int(self.rng.integers(0, left.size))]))
         return True
 
     def gives_up(self) -> bool:
@@ -330,8 +334,10 @@ class Machine:
                 self._finish(g)
                 return True
         if self.advance():
-            while not self.random and self.advance():  # all of them, so that whoever waits goes on together
-                pass
+            # In lockstep all of them, so that whoever waits goes on together; else some.
+            more = int(self.rng.geometric(0.02)) if self.random else len(self.pending)
+            while more and self.advance():
+                more -= 1
             return True
         if self.history is not None and self.stuck and self.history.reveal_all():
             self.progress += 1
@@ -407,9 +413,8 @@ class Machine:
             for pc, parked in g.parked.items():
                 lanes = np.concatenate(parked)
                 if lanes.size:
-                    lines.append(
-                        f"{lanes.size} threads wait for the rest of their membermask at {g.locate(int(lanes[0]), pc)}"
-                    )
+                    where = g.locate(int(lanes[0]), pc)
+                    lines.append(f"{lanes.size} threads wait for the rest of their membermask at {where}")
         return lines
 
     def _wait(self, g: Grid, w: Any) -> str:
@@ -419,10 +424,9 @@ class Machine:
             offset, phase = int(w.keys[0]), int(w.detail[0])
             b = g.mbarriers.objects.get(offset)
             state = f"pending {b.pending} of {b.count} arrivals, tx-count {b.tx}" if b else "gone"
-            return f"{n} threads wait for phase {phase} of the mbarrier at {g.mbarriers.where(offset)} ({state}) at {where}"
+            what = f"phase {phase} of the mbarrier at {g.mbarriers.where(offset)} ({state})"
+            return f"{n} threads wait for {what} at {where}"
         if w.kind == "barrier":
-            from .barriers import NAMED
-
             slot, barrier = divmod(int(w.keys[0]), NAMED)
             arrived = int(g.barriers.arrived[barrier, slot])
             need = int(g.barriers.expected[barrier, slot]) or int(g.cta_alive[slot])
@@ -430,6 +434,3 @@ class Machine:
         if w.kind == "cluster":
             return f"{n} threads wait at the cluster barrier at {where}"
         return f"{n} threads wait for launch {int(w.keys[0])} to complete at {where}"
-
-
-__all__ = ["EVERYONE", "SCHEDULES", "Machine", "Prepared", "Trace"]

@@ -1,10 +1,10 @@
 """Floating-point arithmetic and conversions.
 
-PTX ISA, "Floating Point Instructions", "Half Precision Floating Point Instructions", "Mixed Precision Floating
-Point Instructions", and `cvt` of "Data Movement and Conversion Instructions".
+PTX ISA, "Floating Point Instructions", "Half Precision Floating Point Instructions", "Mixed Precision
+Floating Point Instructions", and `cvt` of "Data Movement and Conversion Instructions".
 
-`add`, `mul` and `fma` of f32 without a rounding modifier may be contracted by the assembler into one fma. Here
-each is rounded on its own, as with `.rn`; that is one more allowed result, see docs/emulator.md.
+`add`, `mul` and `fma` of f32 without a rounding modifier may be contracted by the assembler into one fma.
+Here each is rounded on its own, as with `.rn`; that is one more allowed result, see docs/emulator.md.
 """
 
 from __future__ import annotations

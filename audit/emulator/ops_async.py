@@ -1,15 +1,14 @@
 """Asynchronous copies: cp.async, cp.async.bulk, cp.reduce.async.bulk, st.async, red.async.
 
-Each is put into the machine's queue when it is issued and carried out later: at the latest when somebody waits
-for it, earlier only under a random schedule or when nothing else can run. Sources are read when the copy is
-carried out, so that a buffer reused too early, or data read too early, shows.
-PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy".
+Each is put into the machine's queue when it is issued and carried out later: at the latest when somebody
+waits for it, earlier only under a random schedule or when nothing else can run. Sources are read when the
+copy is carried out, so that a buffer reused too early, or data read too early, shows. PTX ISA, "Data
+Movement and Conversion Instructions: Asynchronous copy".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,28 +20,61 @@ from .program import WIDTH, Decoder, Step, op
 from .values import UINT, Array
 
 if TYPE_CHECKING:
-    from .grid import AsyncCopies, Grid, Selection
+    from .grid import Grid, Selection
 
 
-@dataclass
-class Operation:
-    """One asynchronous operation. `act` carries it out, once; `lane` and `pc` are who issued it."""
+class Batch:
+    """What one instruction issued, for many lanes: `act(positions)` carries out those of `lanes[positions]`.
 
-    grid: Grid
-    lane: int
-    pc: int
-    act: Callable[[], None]
-    done: bool = False
+    `groups` says per lane to which commit group its part belongs; None for what no group covers.
+    """
 
-    def complete(self) -> None:
-        if self.done:
+    def __init__(
+        self, g: Grid, pc: int, lanes: Array, act: Callable[[Array], None], groups: Array | None
+    ) -> None:
+        self.grid, self.pc, self.lanes, self.act, self.groups = g, pc, lanes, act, groups
+        self.left = np.ones(lanes.size, bool)
+
+    @property
+    def done(self) -> bool:
+        return not self.left.any()
+
+    def complete(self, positions: Array | None = None) -> None:
+        """Carry out what is left, or what is left of some positions."""
+        todo = np.flatnonzero(self.left) if positions is None else positions[self.left[positions]]
+        if not todo.size:
             return
-        self.done = True
+        self.left[todo] = False
         try:
-            self.act()
+            self.act(todo)
         except Fault as e:
-            raise self.grid.machine.blame(self.grid, self.lane, self.pc, e) from e
+            raise self.grid.machine.blame(self.grid, int(self.lanes[todo[0]]), self.pc, e) from e
         self.grid.machine.progress += 1
+
+
+class Groups:
+    """The commit groups of every thread, for cp.async or for cp.async.bulk."""
+
+    def __init__(self, n: int) -> None:
+        self.commits = np.zeros(n, np.int64)
+        self.batches: list[Batch] = []
+
+    def issue(self, g: Grid, pc: int, lanes: Array, act: Callable[[Array], None]) -> None:
+        self.batches = [b for b in self.batches if not b.done]
+        batch = Batch(g, pc, lanes, act, self.commits[lanes])
+        self.batches.append(batch)
+        g.machine.issue(batch)
+
+    def commit(self, lanes: Array) -> None:
+        self.commits[lanes] += 1
+
+    def finish(self, lanes: Array, keep: int | None) -> None:
+        """Carry out all but the `keep` youngest groups of each lane; None: everything, committed or not."""
+        limit = np.full(self.commits.size, -1)
+        limit[lanes] = np.iinfo(np.int64).max if keep is None else self.commits[lanes] - keep
+        for batch in self.batches:
+            assert batch.groups is not None
+            batch.complete(np.flatnonzero(batch.groups < limit[batch.lanes]))
 
 
 @op("cp")
@@ -54,66 +86,28 @@ def copy(d: Decoder) -> Step:
         if "prefetch" in mods:
             return lambda g, sel: None
         if "commit_group" in mods:
-            return lambda g, sel: _commit(g, sel, g.copies)
+            return lambda g, sel: g.bulk.commit(g.lanes(sel))
         if "wait_group" in mods:
-            return _wait_group(d, "copies")
+            return _wait_group(d, "bulk")
         return _bulk(d)
     if "commit_group" in mods:
-        return lambda g, sel: _commit(g, sel, g.cp_async)
+        return lambda g, sel: g.cp_async.commit(g.lanes(sel))
     if "wait_group" in mods:
         return _wait_group(d, "cp_async")
     if "wait_all" in mods:
-        return lambda g, sel: _finish(g, sel, g.cp_async, 0, everything=True)
+        return lambda g, sel: g.cp_async.finish(g.lanes(sel), None)
     if "mbarrier" in mods:
         return _copy_arrive(d)
     return _copy(d)
 
 
-# -- groups ------------------------------------------------------------------------------------------------
-
-
-def _of(table: dict[int, AsyncCopies], lane: int) -> AsyncCopies:
-    from .grid import AsyncCopies
-
-    found = table.get(lane)
-    if found is None:
-        found = table[lane] = AsyncCopies()
-    return found
-
-
-def _commit(g: Grid, sel: Selection, table: dict[int, AsyncCopies]) -> None:
-    for lane in g.lanes(sel).tolist():
-        c = _of(table, lane)
-        c.groups.append(c.open)
-        c.open = []
-
-
-def _finish(
-    g: Grid, sel: Selection, table: dict[int, AsyncCopies], keep: int, everything: bool = False
-) -> None:
-    """Carry out all but the `keep` youngest groups of each lane."""
-    for lane in g.lanes(sel).tolist():
-        c = table.get(lane)
-        if c is None:
-            continue
-        last = len(c.groups) - keep
-        for group in c.groups[: max(last, 0)]:
-            for operation in group:
-                operation.complete()
-        del c.groups[: max(last, 0)]
-        if everything:
-            for operation in c.open:
-                operation.complete()
-            c.open = []
-
-
-def _wait_group(d: Decoder, table: str) -> Step:
+def _wait_group(d: Decoder, name: str) -> Step:
     """`.read` promises the reads of the source only, but a copy is carried out as one piece here."""
     n = d.operand(0)
     if not isinstance(n, Imm):
         raise d.fail()
     keep = int(n.value)
-    return lambda g, sel: _finish(g, sel, getattr(g, table), keep)
+    return lambda g, sel: getattr(g, name).finish(g.lanes(sel), keep)
 
 
 # -- cp.async ------------------------------------------------------------------------------------------------
@@ -144,18 +138,25 @@ def _copy(d: Decoder) -> Step:
         if ignore is not None:
             count = np.where(np.broadcast_to(ignore(g, sel), lanes.shape), 0, count)
         for pool, where, offset in parts:
-            for lane, a, b, c in zip(lanes[where], offset, to[where], count[where], strict=True):
-
-                def act(pool: Any = pool, a: int = int(a), b: int = int(b), c: int = int(c)) -> None:
-                    data = np.zeros(n, np.uint8)
-                    data[:c] = pool.read(a, c)
-                    g.shared.write(b, data)
-
-                operation = Operation(g, int(lane), pc, act)
-                _of(g.cp_async, int(lane)).open.append(operation)
-                g.machine.issue(operation)
+            _issue_copy(g, pc, lanes[where], pool, offset, to[where], count[where], n)
 
     return run
+
+
+def _issue_copy(
+    g: Grid, pc: int, lanes: Array, pool: Any, source: Array, target: Array, count: Array, n: int
+) -> None:
+    def act(positions: Array) -> None:
+        data = np.zeros((positions.size, n), np.uint8)
+        for size in np.unique(count[positions]).tolist():  # bytes beyond src-size are zero
+            if size:
+                rows = np.flatnonzero(count[positions] == size)
+                at = source[positions[rows]][:, None] + np.arange(size)
+                data[rows, :size] = pool.load(at.ravel(), 1).reshape(-1, size)
+        at = target[positions][:, None] + np.arange(n)
+        g.shared.store(at.ravel(), 1, data.ravel())
+
+    g.cp_async.issue(g, pc, lanes, act)
 
 
 def _copy_arrive(d: Decoder) -> Step:
@@ -167,18 +168,17 @@ def _copy_arrive(d: Decoder) -> Step:
     def run(g: Grid, sel: Selection) -> None:
         lanes = g.lanes(sel)
         at = g.mbarriers.offsets("shared::cta", sel, address(g, sel))
-        for lane, offset in zip(lanes.tolist(), at.tolist(), strict=True):
-            if not noinc:
+        if not noinc:
+            for offset in at.tolist():
                 g.mbarriers.expect_arrival(offset)
-            c = _of(g.cp_async, lane)
-            earlier = [o for group in c.groups for o in group] + c.open
+        earlier = list(g.cp_async.batches)
 
-            def act(earlier: list[Operation] = earlier, offset: int = offset) -> None:
-                for operation in earlier:
-                    operation.complete()
-                g.mbarriers.arrive(np.array([offset]), np.ones(1, np.int64), None)
+        def act(positions: Array) -> None:
+            for batch in earlier:
+                batch.complete(np.flatnonzero(np.isin(batch.lanes, lanes[positions])))
+            g.mbarriers.arrive(at[positions], np.ones(positions.size, np.int64), None)
 
-            g.machine.issue(Operation(g, lane, pc, act))
+        g.machine.issue(Batch(g, pc, lanes, act, None))
 
     return run
 
@@ -213,33 +213,35 @@ def _bulk(d: Decoder) -> Step:
         n = np.broadcast_to(size(g, sel), lanes.shape).astype(np.int64)
         bar = barrier(g, sel) if barrier is not None else None
         masks = np.broadcast_to(multicast(g, sel), lanes.shape) if multicast is not None else None
+        acts: list[Callable[[], None]] = []
         for i, lane in enumerate(lanes.tolist()):
             one = lanes[i : i + 1]
             nbytes = int(n[i])
             if nbytes % 16 or int(to[i]) % 16 or int(of[i]) % 16:
                 raise Fault("misaligned", "bulk copies need addresses and sizes that are multiples of 16", i)
-            if nbytes == 0:
-                continue
             a = _range(g, from_space, one, of[i : i + 1], nbytes)
             b = _range(g, space.get(to_space, to_space), one, to[i : i + 1], nbytes)
             at = None
             if bar is not None:
                 at = int(g.mbarriers.offsets("shared::cluster", one, bar[i : i + 1])[0])
             targets = [(b, at)]
-            if masks is not None:
+            if masks is not None and at is not None:
+                inner, offset = b[1] % g.shared_stride, at % g.shared_stride
                 base = int(g.base[lane])
-                inner = b[1] % g.shared_stride
-                offset = at % g.shared_stride if at is not None else 0
-                ranks = [r for r in range(g.cluster_size) if int(masks[i]) >> r & 1]
-                targets = [
-                    ((g.shared, (base + r) * g.shared_stride + inner), (base + r) * g.shared_stride + offset)
-                    for r in ranks
+                starts = [
+                    (base + r) * g.shared_stride for r in range(g.cluster_size) if int(masks[i]) >> r & 1
                 ]
-            act = _act(g, a, targets, nbytes, reduce, width)
-            operation = Operation(g, lane, pc, act)
-            if not by_mbarrier:
-                _of(g.copies, lane).open.append(operation)
-            g.machine.issue(operation)
+                targets = [((g.shared, s + inner), s + offset) for s in starts]
+            acts.append(_act(g, a, targets, nbytes, reduce, width))
+
+        def act(positions: Array) -> None:
+            for k in positions.tolist():
+                acts[k]()
+
+        if by_mbarrier:
+            g.machine.issue(Batch(g, pc, lanes, act, None))
+        else:
+            g.bulk.issue(g, pc, lanes, act)
 
     return run
 
@@ -304,15 +306,13 @@ def _remote(d: Decoder, reduce: Update | None) -> Step:
         x = np.array(stack(g, sel, sources))
         x = np.broadcast_to(x, (lanes.size, n) if n > 1 else lanes.shape)
 
-        for part in g.machine.batches(g, lanes):
+        def act(part: Array) -> None:
+            if reduce is None:
+                g.shared.store(at[part], width, x[part], n)
+            else:
+                apply(g.shared, at[part], width, reduce, x[part], x[part])
+            g.mbarriers.add_tx(bar[part], np.full(part.size, -width * n))
 
-            def act(part: Array = part) -> None:
-                if reduce is None:
-                    g.shared.store(at[part], width, x[part], n)
-                else:
-                    apply(g.shared, at[part], width, reduce, x[part], x[part])
-                g.mbarriers.add_tx(bar[part], np.full(part.size, -width * n))
-
-            g.machine.issue(Operation(g, int(lanes[part[0]]), pc, act))
+        g.machine.issue(Batch(g, pc, lanes, act, None))
 
     return run

@@ -1,4 +1,4 @@
-"""Branches, calls and the end of threads. PTX ISA, "Control Flow Instructions" and "Miscellaneous Instructions"."""
+"""Branches, calls and the end of threads. PTX ISA, "Control Flow Instructions" and "Miscellaneous"."""
 
 from __future__ import annotations
 

@@ -3,9 +3,8 @@
 PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions". wgmma and tcgen05 are not emulated.
 
 The order and precision of the sums inside one mma are not specified by the ISA. Here the products, which are
-exact, are added in f64 in the order of k, then the accumulator is added, and the result is rounded once to f32.
-A
-caller that compares with hardware must allow n units of rounding for a chain of n products.
+exact, are added in f64 in the order of k, then the accumulator is added, and the result is rounded once to
+f32. A caller that compares with hardware must allow n units of rounding for a chain of n products.
 """
 
 from __future__ import annotations

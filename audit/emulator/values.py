@@ -2,8 +2,9 @@
 
 Everything here rounds once, as IEEE 754 asks. Products of two f32 (or f16, bf16) numbers are exact in f64; a
 sum of two f64 numbers is kept exact as a pair (sum, error) and folded into one f64 by rounding to odd, after
-which rounding to any format of at most 51 bits cannot round twice (S. Boldo and G. Melquiond, "Emulation of FMA
-and correctly rounded sums: proved algorithms using rounding to odd", IEEE Trans. Computers 57(4), 2008).
+which rounding to any format of at most 51 bits cannot round twice (S. Boldo and G. Melquiond, "Emulation of
+FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE Trans. Computers 57(4),
+2008).
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ def fma_f32(a: Array, b: Array, c: Array, mode: str = "rn", ftz: bool = False, s
     if mode != "rn":
         return finish_f32(round_f32(_sum(p, z, mode), mode), ftz, sat)
     s = p + z
-    # The second rounding can only go wrong where s lies half-way between two f32 numbers. Such an s ends in a 1
-    # and 28 zeros among normal numbers; subnormal half-way points have more forms, so all of them are redone.
+    # The second rounding can only go wrong where s lies half-way between two f32 numbers: among normal
+    # numbers it then ends in a 1 and 28 zeros; subnormal ones take more forms, so all of them are redone.
     risky = (s.view(np.int64) & 0x1FFFFFFF) == 0x10000000
     risky |= (np.abs(s) < 2.0**-125) & (s != 0)
     again = np.flatnonzero(risky)
@@ -326,7 +327,7 @@ _ROUND: dict[str, Callable[[Array], Array]] = {
 def encode(x: Array, f: Format, mode: str = "rn", relu: bool = False, satfinite: bool = False) -> Array:
     """f64 -> bits of `f` (uint32) with one rounding. `rna` rounds ties away from zero.
 
-    Formats without infinity always saturate. NaN becomes the format's NaN, or its largest value if it has none.
+    Formats without infinity always saturate. NaN becomes the format's NaN, if it has none its largest value.
     """
     x = np.asarray(x, dtype=np.float64)
     if relu:
@@ -340,8 +341,8 @@ def encode(x: Array, f: Format, mode: str = "rn", relu: bool = False, satfinite:
     units = np.where(sign, units, _ROUND[mode](np.ldexp(magnitude, -quantum)))
     value = np.ldexp(units, quantum)
     overflow = ~np.isnan(value) & (value > f.maximum)
-    # Bits: subnormals are the integer itself; a normal number adds its exponent above the mantissa. Rounding up
-    # to the next binade carries into the exponent by itself.
+    # Bits: subnormals are the integer itself; a normal number adds its exponent above the mantissa.
+    # Rounding up to the next binade carries into the exponent by itself.
     steps = np.where(np.isfinite(units), units, 0).astype(np.int64)
     field = np.where(steps >= (1 << f.mantissa), quantum + f.mantissa - f.emin, 0).astype(np.int64)
     bits = (field << f.mantissa) + steps
@@ -392,7 +393,7 @@ def _table(f: Format) -> Array:
 
 
 def narrow(x: Array, f: Format, mode: str = "rn", relu: bool = False, satfinite: bool = False) -> Array:
-    """f32 -> bits of `f` (uint32): :func:`encode` with short cuts for the conversions that kernels are full of."""
+    """f32 -> bits of `f` (uint32): :func:`encode` with a short cut for the most common conversion."""
     if relu or satfinite or mode != "rn":
         return encode(x, f, mode, relu, satfinite)
     if f is BF16:
