@@ -198,11 +198,11 @@ class Threads:
         if found is None:
             found = self._everyone
             for fact in self.facts(index):
-                found = self._restrict(found, fact)
+                found = self.restrict(found, fact)
             self._executors[index] = found
         return found
 
-    def _restrict(self, who: Executors, fact: Fact) -> Executors:
+    def restrict(self, who: Executors, fact: Fact) -> Executors:
         understood = False
         for setp, holds in self._comparisons(fact.value, fact.holds):
             narrowed = self._apply(who, setp, holds)

@@ -1,0 +1,99 @@
+"""Audit PTX: every rule on every kernel of a text, one report per kernel.
+
+    scan_ptx(text, "kernel.ptx") -> [KernelReport(name, file, arch, verdict, findings, sync_skeleton,
+    unknown), ...]
+
+No contract is needed. A contract makes rules exact that otherwise have to answer *inconclusive*; machine
+code lets the auditor confirm that the assembler kept the order.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from k3_audit.artifact.contract import Contract
+
+from .findings import Finding, Severity, Verdict, worst
+from .ptx.parser import PtxError, parse
+from .rules.base import rules
+from .skeleton import skeleton
+from .subject import Subject
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What the auditor says about one kernel.
+
+    `sync_skeleton` lists its synchronising instructions, one line each (:mod:`.skeleton`); `unknown` what the
+    auditor could not read, one line each. `name` is "" for a text that is no PTX.
+    """
+
+    name: str
+    file: str
+    arch: str
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    sync_skeleton: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+def scan_ptx(
+    text: str | bytes, name: str = "<ptx>", contract: Contract | None = None, sass: str | None = None
+) -> list[KernelReport]:
+    """Audit every kernel of one PTX text. Raises PtxError when the text is no PTX.
+
+    `contract` applies to the kernel that it names, or to the only kernel of the text.
+    """
+    with _no_garbage_collection():
+        module = parse(text, name)
+        entries = module.entries
+        return [
+            audit(Subject(module, entry, _contract_of(contract, entry.name, len(entries)), sass or ""), name)
+            for entry in entries
+        ]
+
+
+def audit(subject: Subject, file: str = "") -> KernelReport:
+    """Run all rules on one kernel."""
+    findings: list[Finding] = []
+    for rule in rules().values():
+        if rule.language == "ptx":
+            findings += rule.check(subject)
+    unknown = tuple(f"line {line}: {text}" for line, text in unread(subject))
+    order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
+    findings.sort(key=lambda f: (f.verdict != Verdict.FINDING, order[f.severity], f.rule))
+    verdict = worst([f.verdict for f in findings if f.severity != Severity.NOTE])
+    return KernelReport(
+        subject.kernel, file, subject.arch, verdict, tuple(findings), tuple(skeleton(subject)), unknown
+    )
+
+
+def unread(subject: Subject) -> list[tuple[int, str]]:
+    """(line, text) of what the auditor does not understand in the kernel or outside all kernels."""
+    from .rules.r00_unread import unread as of
+
+    return of(subject)
+
+
+def _contract_of(contract: Contract | None, kernel: str, kernels: int) -> Contract | None:
+    if contract is None:
+        return None
+    return contract if contract.kernel == kernel or kernels == 1 or contract.kernel in kernel else None
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The analyses build millions of small objects and no cycles; collecting in between only costs time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+__all__ = ["KernelReport", "PtxError", "audit", "scan_ptx"]
