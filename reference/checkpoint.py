@@ -208,18 +208,17 @@ class Checkpoint(Mapping[str, Tensor]):
                 unreadable.add(file)
                 count = sum(f == file for f in in_scope.values())
                 yield Problem("file", file, f"{error}; {count} tensors are in it")
-        held = {file: set(shard.keys()) for file, shard in self._shards.items()}
+        headers = {file: _header(self.path / file) for file in self._shards}
         for name, file in in_scope.items():
             if file in unreadable:
                 continue
-            if name not in held[file]:
+            if name not in headers[file]:
                 yield Problem("missing", name, f"the index says that it is in {file}")
                 continue
-            header = self._shards[file].get_slice(name)
-            self.found[name] = (tuple(header.get_shape()), header.get_dtype())
+            self.found[name] = headers[file][name]
             self._file[name] = file
-        for file, names in held.items():
-            for name in sorted(n for n in names - index.keys() if not n.startswith(VISION_PREFIXES)):
+        for file, header in headers.items():
+            for name in sorted(n for n in header.keys() - index.keys() if not n.startswith(VISION_PREFIXES)):
                 yield Problem("extra", name, f"in {file} but not in the index")
         if whole:
             for name in index:
@@ -251,6 +250,16 @@ def _open_shard(folder: Path, file: str) -> Any:
         return safe_open(folder / file, framework="pt")
     except SafetensorError as error:
         raise OSError(f"damaged or cut short: {error}") from None
+
+
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name to (shape, dtype) from the header of a shard that `_open_shard` has found sound.
+
+    The same that `safe_open` tells of each tensor, but for all half million of the release in seconds.
+    """
+    with open(path, "rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+    return {n: (tuple(t["shape"]), t["dtype"]) for n, t in header.items() if n != "__metadata__"}
 
 
 def _differences(

@@ -138,8 +138,8 @@ def chunked(
     """
     outputs = []
     for start in range(0, q.shape[-2], size):
-        chunk = slice(start, start + size)
-        o, state = _chunk(*(part[..., chunk, :] for part in (q, k, v, log_decay)), beta[..., chunk], state)
+        t = slice(start, start + size)
+        o, state = _chunk(q[..., t, :], k[..., t, :], v[..., t, :], log_decay[..., t, :], beta[..., t], state)
         outputs.append(o)
     return torch.cat(outputs, dim=-2), state
 

@@ -138,7 +138,8 @@ class Layer:
         if isinstance(cache, MlaCache):
             y, last = mla(x, self._attention, self.config, cache, absorbed, self.latent_eps, self.rd)
             return y, [last.truncate(cache.length + n) for n in range(len(x) + 1)]
-        outputs, caches = [], [cache]
+        outputs: list[Tensor] = []
+        caches: list[LayerCache] = [cache]
         for token in x.split(1):
             y, cache = kda(token, self._attention, self.config, cache, self.rd)
             outputs.append(y)

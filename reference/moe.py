@@ -39,7 +39,14 @@ def latent_moe(
     combined = rd.bf(combine(latent, routing, w, config, rd))
     combined = rms_norm(combined, w["routed_expert_norm.weight"], config.rms_norm_eps, rd)
     routed = linear(combined, w["routed_expert_up_proj.weight"], rd)
-    shared = mlp(x, *(w[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")), config, rd)
+    shared = mlp(
+        x,
+        w["shared_experts.gate_proj.weight"],
+        w["shared_experts.up_proj.weight"],
+        w["shared_experts.down_proj.weight"],
+        config,
+        rd,
+    )
     return rd.bf(routed + shared)
 
 
@@ -56,6 +63,7 @@ def combine(
     total = torch.zeros_like(tokens)
     for i in chosen.unique().tolist():
         token, slot = (chosen == i).nonzero(as_tuple=True)
-        y = mlp(tokens[token], *(w[f"experts.{i}.{name}.weight"] for name in ("w1", "w3", "w2")), config, rd)
+        gate, up, down = (w[f"experts.{i}.{matrix}.weight"] for matrix in ("w1", "w3", "w2"))
+        y = mlp(tokens[token], gate, up, down, config, rd)
         total[token] += weights[token, slot, None] * y
     return total.view_as(latent)
