@@ -10,7 +10,6 @@ from .contract import Contract
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
-# Line tables move when a comment moves; the code does not. Hashes of PTX leave them, and comments, out.
 _NOT_CODE = re.compile(r"^\s*(?:\.loc\b.*|\.file\b.*|//.*)?$\n?", re.MULTILINE)
 
 
@@ -19,9 +18,14 @@ def sha256(data: bytes | str) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
+def ptx_code(ptx: str) -> str:
+    """`ptx` without its line table and comments, which move whenever a comment in the source moves."""
+    return _NOT_CODE.sub("", ptx)
+
+
 def ptx_hash(ptx: str) -> str:
-    """Hash of the instructions of a PTX text: the same for two texts that differ in comments and line tables."""
-    return sha256(_NOT_CODE.sub("", ptx))
+    """Hash of the instructions of a PTX text."""
+    return sha256(ptx_code(ptx))
 
 
 @dataclass(frozen=True)

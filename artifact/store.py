@@ -37,7 +37,7 @@ class Store:
         return self.root / "built" / f"{kernel}.{arch}.json"
 
     def put(self, artifact: Artifact, key: str) -> str:
-        """Write `artifact` and remember it as the current build of its kernel and architecture. Returns the object name."""
+        """Write `artifact` as the current build of its kernel and architecture; returns the object's name."""
         record = {
             "schema": _SCHEMA,
             "kernel": artifact.kernel,

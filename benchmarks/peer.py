@@ -1,9 +1,9 @@
-"""Build the AttnRes kernel that ships as Python source in the vllm 0.33.0 wheel, to be measured and audited beside ours.
+"""Build the AttnRes kernel that the vllm 0.33.0 wheel ships as Python source, to measure and audit it beside ours.
 
     python benchmarks/peer.py [--arch sm_90a]
 
-The wheel is fetched by name and version, checked by sha256, and only its Kimi K3 decode package is unpacked, into the
-cache. Nothing of it enters this repository. Needs no GPU and none of vLLM's compiled parts: the package is imported below
+The wheel is fetched by name and version, checked by sha256, and only its Kimi K3 package is unpacked, into the cache.
+Nothing of it enters this repository. Needs no GPU and none of vLLM's compiled parts: the package is imported below
 empty parents. Writes `build/peer/attn_res.<arch>.bank<n>.{ptx,cubin,json}`.
 """
 
@@ -35,7 +35,7 @@ OUT = Path("build/peer")
 
 
 def unpack(cache: Path) -> Path:
-    """Folder that holds the wheel's Kimi K3 package, fetched on first use. Exits with one line when it cannot be had."""
+    """Folder with the wheel's Kimi K3 package, fetched on first use. Exits with one line when it cannot be had."""
     root = cache / WHEEL.replace("==", "-")
     if (root / MODEL).is_dir():
         return root

@@ -16,6 +16,9 @@ def widen(words: list[Int32]) -> list[Float32]:
 
 
 def narrow(values: list[Float32]) -> list[Int32]:
-    """Round to nearest even, two elements in one instruction; single conversions run on a unit of a sixteenth of the rate."""
+    """Round to nearest even, two elements in one instruction.
+
+    A conversion of one element compiles to F2F, which issues at a sixteenth of the rate.
+    """
     pairs = zip(values[0::2], values[1::2], strict=True)
     return [pure("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", (low, high), Int32) for low, high in pairs]

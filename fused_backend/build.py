@@ -2,8 +2,9 @@
 
     source --CuTe DSL--> PTX --paths and symbol made portable--> PTX --ptxas--> cubin --nvdisasm--> SASS
 
-The PTX that is audited is the PTX that ptxas reads. Machine-dependent text (folders in `.file`, the mangled symbol) is
-replaced before hashing, and the cubin carries no line table, so two machines build the same bytes and a comment does not change them.
+The PTX that is audited is the PTX that ptxas reads. Machine-dependent text (folders in `.file`, the mangled symbol)
+is replaced before hashing, and the cubin carries no line table, so two machines build the same bytes and a comment
+does not change them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 
-from k3_audit.artifact import ARCHITECTURES, Artifact, Store, sha256
-from k3_audit.artifact import toolchain
+from k3_audit.artifact import ARCHITECTURES, Artifact, Store, ptx_code, sha256, toolchain
 
 from .kernels import KERNELS
 
@@ -34,7 +34,7 @@ class BuildError(Exception):
 
 
 def source_hashes(kernel: str, root: Path = _ROOM) -> dict[str, str]:
-    """sha256 of every source file that decides the machine code of `kernel`: its module and what it imports from this room.
+    """sha256 of every source file that decides the machine code of `kernel`: its module and what that imports here.
 
     Found by reading the import statements, so it works where the kernel toolkit is not installed. `root` is the
     folder of this room. Raises BuildError for an unknown kernel.
@@ -125,7 +125,7 @@ def trace(kernel: str, arch: str) -> str:
 def finish(kernel: str, arch: str, ptx: str, toolkit: dict[str, str], sources: dict[str, str]) -> Artifact:
     """Assemble and disassemble portable PTX, and put all of it into an artifact."""
     module = importlib.import_module(f"{__package__}.kernels.{kernel}")
-    cubin = toolchain.assemble(ptx, arch)
+    cubin = toolchain.assemble(ptx_code(ptx), arch)  # ptxas would put the line table into the cubin
     return Artifact(
         kernel, arch, kernel, ptx, cubin, toolchain.disassemble(cubin), module.CONTRACT, toolkit, sources
     )

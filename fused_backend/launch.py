@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from k3_audit.artifact import Artifact
 
 _TORCH = {

@@ -9,9 +9,9 @@ One launch does, for each of T <= 8 tokens (K3 technical report, block attention
     out    = bf16(h / sqrt(mean(h^2) + eps) * norm)
 
 A cluster of 7 CTAs owns one token, each thread 8 of the 7168 columns. Everything that does not depend on the previous
-grid is done before the dependency wait: prefix and bank rows are read, the bank's logits and its part of the
-mixture are formed. After the wait there is one exchange of four sums. The mean square of the mixture comes from these sums
-(the square of a*m + e*p is a^2 m.m + 2ae m.p + e^2 p.p); where that sum cancels, the mixture is summed directly instead.
+grid is done before the dependency wait: prefix and bank rows are read, the bank's logits and its part of the mixture
+are formed. After the wait there is one exchange of four sums. The mean square of the mixture comes from these sums (the
+square of a*m + e*p is a^2 m.m + 2ae m.p + e^2 p.p); where they cancel, the mixture is summed directly instead.
 
 Rows are BF16 in memory, everything else is fp32 in registers; `out` is rounded once.
 """
@@ -20,10 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-
 from k3_audit.artifact.contract import Contract, Handoff, Launch, Param, Role
 
 from ..bf16 import narrow, widen
@@ -188,7 +186,8 @@ def kernel(
     exchange.wait(0)
     total = exchange.total(0, lane)
 
-    # Softmax over the bank alone, row l % 8 in lane l, logits in base 2; the prefix joins after the wait. Absent rows weigh nothing.
+    # Softmax over the bank alone, row l % 8 in lane l, logits in base 2; the prefix joins after the wait.
+    # Absent rows weigh nothing.
     j = lane % BANK_ROWS
     logit = broadcast(total, j + BANK_ROWS) * Float32(LOG2_E) * _rms(broadcast(total, j))
     if j >= bank_rows:

@@ -1,9 +1,9 @@
 """All-to-all of a few fp32 partial sums between the CTAs of a cluster, through distributed shared memory.
 
 A round carries n sums (n a power of two, at most 32). A warp holds them one per lane: lane l holds sum l % n. Every
-warp pushes its n sums into a slot of its own in every CTA of the cluster, and the push itself signals the receiver's mbarrier by
-transaction bytes, so data and flag cannot be reordered. Each round has an mbarrier and a buffer of its own and is
-used once per launch: no phase is ever reused.
+warp pushes its n sums into a slot of its own in every CTA of the cluster, and the push itself signals the receiver's
+mbarrier by transaction bytes, so data and flag cannot be reordered. Each round has an mbarrier and a buffer of its own
+and is used once per launch: no phase is ever reused.
 
 Soundness note, edge by edge
     1. init -> remote push.   Thread 0 initialises its CTA's mbarriers, arms each with the bytes of one round, and
@@ -16,8 +16,8 @@ Soundness note, edge by edge
     3. read -> exit.          A CTA leaves only after it has observed all rounds that are sent to it, so no peer
        can still be writing to its shared memory when it exits. The rounds that a launch runs are the same in every
        CTA of a cluster, because the decision depends only on sums that all of them hold bit for bit.
-    4. Order of summation.    Slots are summed in a fixed order, not in order of arrival: all CTAs, and all runs, get the
-       same bits.
+    4. Order of summation.    Slots are summed in a fixed order, not in order of arrival: all CTAs, and all runs, get
+       the same bits.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _total(buffer: cute.Pointer, slots: cutlass.Constexpr, n: cutlass.Constexpr,
     total = Float32(0.0)
     for first in cutlass.range_constexpr(0, slots - slots % groups, groups):
         total = total + values[first * n + lane]
-    if cutlass.const_expr(slots % groups):
+    if cutlass.const_expr(slots % groups):  # noqa: SIM102  (decided while tracing; the inner one on the GPU)
         if lane // n < slots % groups:
             total = total + values[(slots - slots % groups) * n + lane]
     return _over_lanes(total, n)

@@ -1,9 +1,9 @@
 """The launches that the handoffs of `attn_res` are hammered with: a stack of layers, as the model would enqueue it.
 
 Each step is a producer (the previous sublayer, with a random pause) and one AttnRes launch. `chained` steps follow the
-model's bookkeeping: the prefix grows in place, a block starts every 8 steps and banks it, and the producer triggers late,
-as `Launch.stable_distance` demands. `eager` steps write nothing that is read before a wait, so the producer may trigger
-at once, and the grids overlap as far as the hardware lets them.
+model's bookkeeping: the prefix grows in place, a block starts every 8 steps and banks it, and the producer triggers
+late, as `Launch.stable_distance` demands. `eager` steps write nothing that is read before a wait, so the producer may
+trigger at once, and the grids overlap as far as the hardware lets them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib.resources import files
 
 import torch
-from k3_audit.artifact import Artifact, Contract, Launch, Param, Role
+from k3_audit.artifact import Artifact, Contract, Launch, Param, Role, ptx_code
 from k3_audit.artifact.toolchain import assemble
 from k3_audit.fused_backend.launch import Launcher
 
@@ -45,7 +45,7 @@ def bookkeeping(step: int) -> tuple[int, int, int]:
 
 def with_ptx(artifact: Artifact, ptx: str) -> Artifact:
     """The same kernel with other PTX, assembled here."""
-    return replace(artifact, ptx=ptx, cubin=assemble(ptx, artifact.arch), sass="")
+    return replace(artifact, ptx=ptx, cubin=assemble(ptx_code(ptx), artifact.arch), sass="")
 
 
 def producer(arch: str) -> Artifact:
