@@ -10,6 +10,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
+# Python compiles what it imports; compiling all of torch beforehand takes longer than most runs.
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 INSTALLED := $(VENV)/.installed
 ROOMS := artifact audit fused_backend reference
 
@@ -26,9 +28,9 @@ $(INSTALLED): pyproject.toml
 	@echo "== environment: $(VENV), $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "== install: $(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(PIP) "$(TORCH)"
 	@echo "== install: k3-audit with its development tools"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(PIP) -e '.[dev]'
 	@touch $@
 
 gate: $(INSTALLED) ## build, audit, check evidence

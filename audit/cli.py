@@ -231,13 +231,16 @@ def scan(paths: tuple[str, ...], contracts: tuple[Path, ...], form: str, output:
     """
     from .report import render_scan
 
-    promised = {c.kernel: c for c in map(_contract, contracts)}
+    promised = [_contract(path) for path in contracts]
     reports: list[KernelReport] = []
     texts: dict[str, str] = {}
     with _progress(len(paths), "scan") as advance:
         for path in paths:
             advance(path)
             reports += _scan_path(path, promised, texts)
+    for contract in promised:
+        if not any(contract.kernel in r.name for r in reports):
+            raise click.ClickException(f"no scanned kernel is called {contract.kernel}, as a contract says")
     for report in reports:
         for finding in report.findings:
             if finding.verdict == Verdict.ERROR:
@@ -263,7 +266,7 @@ def _contract(path: Path) -> Contract:
         raise click.ClickException(f"{path}: not a contract: {e}") from e
 
 
-def _scan_path(path: str, contracts: dict[str, Contract], texts: dict[str, str]) -> list[KernelReport]:
+def _scan_path(path: str, contracts: Sequence[Contract], texts: dict[str, str]) -> list[KernelReport]:
     """The reports of one path. What cannot be read becomes a report with verdict *error*."""
     from .frontend import load
     from .scan import scan_ptx
@@ -275,7 +278,8 @@ def _scan_path(path: str, contracts: dict[str, Contract], texts: dict[str, str])
         reports: list[KernelReport] = []
         for unit in load(Path(path)):
             texts[unit.file] = unit.ptx
-            reports += scan_ptx(unit.ptx, unit.file, contract=contracts.get(unit.name), sass=unit.sass)
+            contract = next((c for c in contracts if c.kernel in unit.ptx), None)
+            reports += scan_ptx(unit.ptx, unit.file, contract=contract, sass=unit.sass)
         return reports or [
             _unreadable(name, "no kernel in it (give PTX, a cubin, a fatbin or a library with them)")
         ]
@@ -289,6 +293,38 @@ def _unreadable(file: str, message: str) -> KernelReport:
     message = " ".join(message.removeprefix(f"{file}: ").split())
     finding = Finding("input", Severity.ERROR, Verdict.ERROR, file, message)
     return KernelReport("", file, "", Verdict.ERROR, (finding,), (), ())
+
+
+# rules
+
+
+@cli.command(name="rules", short_help="List the rules.")
+def list_rules() -> int:
+    """List the rules of the auditor: id, severity, what it finds."""
+    from .report import terminal
+    from .rules.base import rules
+
+    terminal.rules(_console(), rules().values())
+    return ExitCode.CLEAN
+
+
+@cli.command(short_help="What a rule means, and how to fix it.")
+@click.argument("rule_id", metavar="RULE")
+def explain(rule_id: str) -> int:
+    """Explain a rule: what it means, what it looks for, how to fix it, and a failing and a passing snippet.
+
+    \b
+    Example:
+      k3-audit explain R15
+    """
+    from .report import terminal
+    from .rules.base import rules
+
+    known = rules()
+    if rule_id.upper() not in known:
+        raise click.ClickException(f"there is no rule {rule_id!r}; known: {', '.join(known)}")
+    terminal.rule(_console(), known[rule_id.upper()])
+    return ExitCode.CLEAN
 
 
 # gate and build

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from k3_audit.artifact.artifact import Artifact
 
 from .evidence import Entry, Evidence, Lock, launch_sha256
-from .findings import Finding, Verdict, worst
+from .findings import Finding, Severity, Verdict, worst
 from .policy import Policy, Suppression
 from .tree import Tree
 
@@ -195,8 +195,10 @@ def judge(
     verdicts: list[Verdict] = [] if reports else [Verdict.ERROR]
     left = []
     for report in reports:
+        # A note is a remark about cost, never a reason for red.
+        counted = [f for f in report.findings if f.severity != Severity.NOTE]
         open_findings = []
-        for finding in report.findings:
+        for finding in counted:
             accepted = [s for s in suppressions if s.covers(kernel, finding, today)]
             if accepted:
                 if used is not None:
@@ -205,7 +207,7 @@ def judge(
                 open_findings.append(finding)
         left += open_findings
         # With every finding accepted what remains is what no finding speaks of, such as unknown instructions.
-        explained = {f.verdict for f in report.findings}
+        explained = {f.verdict for f in counted}
         if report.verdict not in explained and report.verdict != Verdict.CLEAN:
             verdicts.append(report.verdict)
         elif report.unknown:

@@ -97,7 +97,19 @@ def _problem(problem: Problem, row: Row | None) -> dict[str, Any]:
 
 
 def _rule(rule_id: str) -> dict[str, Any]:
-    return {"id": rule_id}
+    """What a rule means, for viewers that show it beside the finding; the gate's own rules are their name."""
+    from ..rules.base import rules
+
+    rule = rules().get(rule_id)
+    if rule is None:
+        return {"id": rule_id}
+    return {
+        "id": rule_id,
+        "shortDescription": {"text": rule.title},
+        "fullDescription": {"text": rule.meaning},
+        "help": {"text": f"{rule.meaning}\n\nFix: {rule.fix}\n\nPTX ISA: {rule.isa_section}"},
+        "defaultConfiguration": {"level": _LEVEL[rule.severity]},
+    }
 
 
 def _document(results: list[dict[str, Any]], broken: Sequence[str]) -> str:

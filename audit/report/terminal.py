@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +17,7 @@ from ..findings import Finding, Verdict
 if TYPE_CHECKING:
     from ..evidence import Lock
     from ..gate import GateResult, Problem
+    from ..rules.base import Rule
     from ..scan import KernelReport
 
 _STYLE = {
@@ -67,8 +70,8 @@ def scan(console: Console, reports: Sequence[KernelReport]) -> None:
             if finding.verdict != Verdict.ERROR:
                 _finding(console, report, finding)
                 _say(console)
-        for number, text in report.unknown:
-            _say(console, f"{report.file}:{number}: not understood: {text}", "yellow")
+        for text in report.unknown:
+            _say(console, f"{report.file}: not understood: {text}", "yellow")
     table = Table(box=None, pad_edge=False)
     for name in ("kernel", "file", "architecture", "verdict", "findings"):
         table.add_column(name, overflow="fold")
@@ -85,6 +88,29 @@ def scan(console: Console, reports: Sequence[KernelReport]) -> None:
         )
     console.print(table)
     _say(console, f"{len(reports)} kernels: {_counts([r.verdict for r in reports])}")
+
+
+def rules(console: Console, known: Iterable[Rule]) -> None:
+    """One line a rule."""
+    _table(console, ("rule", "severity", "finds"), ((r.id, str(r.severity), r.title) for r in known))
+
+
+def rule(console: Console, rule: Rule) -> None:
+    """Everything about one rule."""
+    _say(console, f"{rule.id} ({rule.severity}): {rule.title}", "bold")
+    for label, text in (
+        ("What it means", rule.meaning),
+        ("What it looks for", rule.looks_for),
+        ("How to fix it", rule.fix),
+        ("PTX ISA", rule.isa_section),
+    ):
+        _say(console)
+        _say(console, label, "bold")
+        console.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
+    for label, text in (("Fails", rule.failing), ("Passes", rule.passing)):
+        _say(console)
+        _say(console, label, "bold")
+        _say(console, textwrap.indent(text.rstrip(), "  "), "cyan")
 
 
 def _problem(console: Console, where: str, problem: Problem) -> None:

@@ -207,7 +207,7 @@ def test_no_report_and_unknown_instructions_are_never_clean() -> None:
     world, made = green(), artifact()
     nothing = gate([made], world.lock, {}, world.policy, world.tree, TODAY)
     assert row(nothing).audit == Verdict.ERROR
-    unknown = replace(report(), unknown=((3, "new.instruction"),))
+    unknown = replace(report(), unknown=("line 3: new.instruction",))
     result = gate([made], world.lock, {("attn_res", "sm_90a"): [unknown]}, world.policy, world.tree, TODAY)
     assert row(result).audit == Verdict.INCONCLUSIVE
 
