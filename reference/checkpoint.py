@@ -230,7 +230,7 @@ class Checkpoint(Mapping[str, Tensor]):
         try:
             index = json.loads((self.path / INDEX_FILE).read_bytes())
             names = index["weight_map"]
-            valid = all(isinstance(f, str) and Path(f).name == f for f in names.values())
+            valid = all(isinstance(f, str) and Path(f).name == f for f in set(names.values()))
         except OSError as error:
             detail = f"{error.strerror}: not a sharded safetensors checkpoint"
         except (ValueError, TypeError, KeyError, AttributeError):
