@@ -72,7 +72,8 @@ class CFG:
         out: list[int] = []
         if last.opcode not in _ENDS or last.pred is not None:
             out.append(following)
-        if last.opcode in ("ret", "exit", "trap"):
+        # a trap ends the whole launch with an error: nobody goes on from there to be harmed
+        if last.opcode in ("ret", "exit"):
             out.append(self.exit)
         elif last.opcode == "bra":
             out += [self._block_at(function.labels[t.name]) for t in last.operands if isinstance(t, Symbol)]
