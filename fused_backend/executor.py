@@ -5,29 +5,27 @@
                 attention   x, cache -> delta                                 standard path
                 attn_res    delta, prefix, bank -> prefix, x                  one fused kernel
                 ffn         x -> delta                                        standard path
-    attn_res -> x,  head    x -> logits
+    attn_res -> x           head x -> logits
 
-The plan is data: the loop runs what the list says, and `check_plan` proves on the same list that no kernel reads
-early what a running grid may still write. `AttnRes` kernels come in as a callable, so the same loop runs the fused kernel, the
-standard operator, or an emulator of the kernel's machine code.
+The plan is data: the loop runs what the list says, and `check_plan` proves on the same list that no kernel
+reads early what a running grid may still write. The fused operator comes in as a callable, so the same loop
+runs the kernel, the standard operator, or an emulator of the kernel's machine code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol, TypedDict
 
 import torch
-from torch import Tensor
-
 from k3_audit.artifact import Contract, Role
+from torch import Tensor
 
 from .launch import ALIGNMENT, Launcher, LaunchError
 from .standard import Cache, Config, StandardModel
 from .support import BANK_ROWS, MAX_ROWS, FallbackCounter, Support
-
 
 # The fused operator.
 
@@ -71,7 +69,7 @@ class AttnResArgs(TypedDict):
 
 
 class FusedAttnRes:
-    """`AttnRes` on the GPU, from an artifact. Raises LaunchError before the launch for arguments outside the contract."""
+    """`AttnRes` on the GPU, from an artifact. Raises LaunchError, before the launch, for other arguments."""
 
     def __init__(self, launcher: Launcher):
         self.contract = launcher.artifact.contract
@@ -142,9 +140,8 @@ def check_attn_res(
     if not 0 <= bank_rows <= BANK_ROWS:
         raise LaunchError(f"attn_res: bank_rows must be 0 to {BANK_ROWS}, got {bank_rows}")
     if bank_write != -1 and not bank_rows <= bank_write < BANK_ROWS:
-        raise LaunchError(
-            f"attn_res: bank_write must be -1 or a row that is not read, {bank_rows} to {BANK_ROWS - 1}, got {bank_write}"
-        )
+        unread = f"{bank_rows} to {BANK_ROWS - 1}"
+        raise LaunchError(f"attn_res: bank_write must be -1 or a row not read, {unread}, got {bank_write}")
     if has_prefix not in (0, 1):
         raise LaunchError(f"attn_res: has_prefix must be 0 or 1, got {has_prefix}")
 
@@ -154,13 +151,14 @@ def check_attn_res(
 
 @dataclass(frozen=True)
 class Step:
-    """One launch: a fused kernel, or an operator of the standard path (several torch kernels, counted as one launch).
+    """One launch: a fused kernel, or an operator of the standard path (its torch kernels counted as one).
 
-    `reads` and `writes` name buffers: "delta", "x", "prefix", "bank.0", a weight's name, "cache.3". `early` is the part of
-    `reads` that the kernel reads before its dependency wait, while grids before it may still run. `pdl`: launched
-    with programmatic stream serialization, so it may start when the launch before it triggers. `trigger`: when this launch lets
-    the next one start: "exit" (no trigger instruction), "late" (after its own wait) or "early" (before it). `weights` and `args` are the kernel's arguments beside the buffers of the loop;
-    weights by their names in the layer, or in the shell.
+    `reads` and `writes` name buffers: "delta", "x", "prefix", "bank.0", a weight's name, "cache.3". `early`
+    is the part of `reads` that the kernel reads before its dependency wait, while grids before it may still
+    run. `pdl`: launched with programmatic stream serialization, so it may start when the launch before it
+    triggers. `trigger`: when this launch lets the next one start: "exit" (no trigger instruction), "late"
+    (after its own wait) or "early" (before it). `weights` and `args` are the kernel's arguments beside the
+    buffers of the loop; weights by their names in the layer, or in the shell.
     """
 
     op: Literal["embed", "attn_res", "attention", "ffn", "head"]
@@ -185,12 +183,13 @@ class Step:
 
 
 def decode_plan(config: Config, contract: Contract | None = None) -> list[Step]:
-    """The launches of one decode step. `contract` is the fused AttnRes kernel's; without it AttnRes is a standard operator.
+    """The launches of one decode step; AttnRes is a standard operator, or the fused kernel of `contract`.
 
-    Residual bookkeeping (K3 technical report, block attention residuals), for layer l and blocks of n layers:
-    before attention the previous sublayer's output joins the prefix, the mix reads the ceil(l/n) stored rows, and at a
-    block's start the prefix is stored. Before the feed-forward the prefix is joined by the attention's output, or begins with
-    it at a block's start, and the mix reads floor(l/n) + 1 rows. The embedding begins the first prefix.
+    Residual bookkeeping (K3 technical report, block attention residuals), for layer l and blocks of n
+    layers: before attention the previous sublayer's output joins the prefix, the mix reads the ceil(l/n)
+    stored rows, and at a block's start the prefix is stored. Before the feed-forward the prefix is joined
+    by the attention's output, or begins with it at a block's start, and the mix reads floor(l/n) + 1 rows.
+    The embedding begins the first prefix.
     """
     block, layers = config.attn_res_block_size, config.num_hidden_layers
 
@@ -201,7 +200,7 @@ def decode_plan(config: Config, contract: Contract | None = None) -> list[Step]:
             "delta": ("delta",),
             "prefix": ("prefix",) if has_prefix else (),
             "bank": tuple(f"bank.{j}" for j in range(rows)),
-            **{param: (owner + name,) for param, name in zip(_WEIGHTS, weights, strict=True)},
+            **{p: (owner + w,) for p, w in zip(("res_norm", "res_proj", "norm"), weights, strict=True)},
         }
         return Step(
             "attn_res",
@@ -228,9 +227,6 @@ def decode_plan(config: Config, contract: Contract | None = None) -> list[Step]:
     return plan
 
 
-_WEIGHTS = ("res_norm", "res_proj", "norm")
-
-
 def _overlap(contract: Contract | None, reads: Mapping[str, tuple[str, ...]]) -> dict:
     """What a kernel's contract says about its neighbours; nothing for a standard operator."""
     if contract is None:
@@ -246,36 +242,37 @@ def _overlap(contract: Contract | None, reads: Mapping[str, tuple[str, ...]]) ->
 
 
 def check_plan(plan: Sequence[Step]) -> list[str]:
-    """What is wrong with the overlap of `plan`, one line per early read that may see a buffer before it is written.
+    """What is wrong with the order of `plan`, one line per read that may not see what it should.
 
-    Steps follow each other on one stream, so the plan is checked as it meets itself: a step's first launches overlap
-    the last ones of the step before. The rule (see `sync/dependent_launch.py`): launch i starts when launch i-1 triggers. If
-    that trigger is late, or is i-1's exit, everything before i-1 has completed. If it is early, no more has completed than had when
-    i-1 itself started. Every wait that returns has seen all earlier launches complete, so reads after it are safe.
+    Early reads, by the rule of `sync/dependent_launch.py`: launch i starts when launch i-1 triggers. If that
+    trigger is late, or is i-1's exit, everything before i-1 has completed. If it is early, no more has
+    completed than had when i-1 itself started. A wait returns when all earlier launches have completed, so
+    reads after it are safe. Steps follow each other on one stream: the plan is checked as it meets itself.
+
+    Also named is a read of a buffer that this step writes only later; caches are carried from step to step.
     """
-    twice = [*plan, *plan]
     problems: dict[str, None] = {}  # an ordered set
     writer: dict[str, int] = {}  # buffer -> its last writer so far
-    completed = 0  # launches known to be complete before launch i starts
+    written = {buffer for step in plan for buffer in step.writes}
+    completed = 0  # launches before this one are known to be complete when launch i starts
+    twice = [*plan, *plan]
     for i, step in enumerate(twice):
         if not step.pdl:
             completed = i
         elif i and twice[i - 1].trigger != "early":
             completed = i - 1
-        for buffer in step.early:
+        for buffer in step.reads:
             j = writer.get(buffer)
             if j is None:
+                if buffer in written and not buffer.startswith("cache."):
+                    problems[f"{step.name} reads {buffer} before any launch of the step writes it"] = None
                 continue
-            if j >= completed:
-                problems[
-                    f"{step.name} reads {buffer} before its dependency wait, but {twice[j].name}, which writes it, may "
-                    "still be running: put a launch that triggers late, or not at all, between them"
-                ] = None
-            elif i - j < step.stable_distance:
-                problems[
-                    f"{step.name} reads {buffer} before its dependency wait, {i - j} launches after {twice[j].name} wrote it; "
-                    f"the contract asks for {step.stable_distance}"
-                ] = None
+            read = f"{step.name} reads {buffer} before its dependency wait"
+            if buffer in step.early and j >= completed:
+                problems[f"{read}, while {twice[j].name} may still be writing it"] = None
+            elif buffer in step.early and i - j < step.stable_distance:
+                needs = f"its contract needs {step.stable_distance}"
+                problems[f"{read}, {i - j} launches after {twice[j].name} wrote it; {needs}"] = None
         writer.update(dict.fromkeys(step.writes, i))
     return list(problems)
 
@@ -287,8 +284,8 @@ class FusedModel:
     """The model with its fused kernels: same weights and caches as `model`, decode by the plan.
 
     `supported(batch, query_len)` answers for each step (`support.Deployment.step` does); a step that is not
-    supported runs on the standard path and is counted with its reason in `fallbacks`. Prefill is the standard path's.
-    Raises ValueError where the plan is not sound.
+    supported runs on the standard path and is counted with its reason in `fallbacks`. Prefill is the
+    standard path's. Raises ValueError where the plan is not sound.
     """
 
     def __init__(
@@ -304,10 +301,10 @@ class FusedModel:
         self.plan = decode_plan(model.config, contract)
         if problems := check_plan(self.plan):
             raise ValueError(f"launch plan: {problems[0]}")
-        hidden, options = model.config.hidden_size, {"dtype": torch.bfloat16, "device": model.device}
-        # written before they are read, in every step; kept so that their addresses stay
-        self.prefix, self.x = (torch.empty(MAX_ROWS, hidden, **options) for _ in range(2))
-        self.bank = torch.empty(MAX_ROWS, BANK_ROWS, hidden, **options)
+        # every step writes them before it reads them
+        hidden = model.config.hidden_size
+        self.bank = torch.empty(MAX_ROWS, BANK_ROWS, hidden, dtype=torch.bfloat16, device=model.device)
+        self.prefix, self.x = self.bank.new_empty(MAX_ROWS, hidden), self.bank.new_empty(MAX_ROWS, hidden)
 
     def prefill(self, tokens: Tensor, cache: Cache, **options) -> Tensor:
         """`StandardModel.prefill`."""

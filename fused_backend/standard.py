@@ -1,25 +1,26 @@
 """The unfused path: a whole K3 text model from plain torch operators on BF16 tensors.
 
-It is what runs where no fused kernel can, and the control of every numerical comparison: a fused kernel may not err
-more than this path does. So it rounds where the released model rounds. Every linear layer takes BF16, accumulates in fp32
-and rounds once; the statistics of norms, router logits, beta, decay, convolution, KDA state, softmax, SiTU and the
-MoE sum are fp32. `_bf` marks a rounding.
+It is what runs where no fused kernel can, and the control of every numerical comparison: a fused kernel may
+not err more than this path does. So it rounds where the released model rounds. Every linear layer takes BF16,
+accumulates in fp32 and rounds once; the statistics of norms, router logits, beta, decay, convolution, KDA
+state, softmax, SiTU and the MoE sum are fp32. `_bf` marks a rounding.
 
     prefill   one sequence; KDA in chunks of 64 tokens by forward substitution, one token by the recurrence
     decode    B sequences of q tokens each; KDA by the recurrence, MLA absorbed, one query at a time
 
-Decode is bitwise independent of its schedule: a token's result does not depend on how many sequences share the step, nor
-on whether the q tokens come in one call or in q calls, for up to 8 rows. `fixed_rows` is what makes it so.
+Decode is bitwise independent of its schedule: up to 8 rows, a token's result depends neither on how many
+sequences share the step nor on whether the q tokens come in one call or in q. `fixed_rows` makes it so.
 
-Runs on CPU and CUDA; deterministic. Reads lengths and expert numbers on the host, so it cannot be captured in a CUDA graph.
-Layers are numbered from 0. `W x` is `x @ W.T` with `W` stored `[out, in]`. E = hidden_size, R = rows (tokens of all sequences).
+Runs on CPU and CUDA; deterministic. It reads lengths and expert numbers on the host, so a CUDA graph cannot
+capture it. Layers are numbered from 0. `W x` is `x @ W.T` with `W` stored `[out, in]`. In shapes: E is
+hidden_size, T tokens of one sequence, R rows (tokens of all sequences, sequence by sequence), H heads.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import reduce, wraps
 from typing import Any, Concatenate, ParamSpec
 
@@ -40,7 +41,7 @@ PREFIX = "language_model."  # of all text tensors of the multimodal checkpoint
 
 @dataclass(frozen=True)
 class Config:
-    """What this path needs of the released `config.json`, under the released names (`linear_attn_config` flattened)."""
+    """What this path needs of the released `config.json`: its names, with `linear_attn_config` flattened."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -62,21 +63,18 @@ class Config:
     short_conv_kernel_size: int
     gate_lower_bound: float
     kda_layers: tuple[int, ...]  # 1-based, as released
-    # The released modeling file builds the two latent norms of MLA with its class default, serving engines use 1e-5.
+    # The released code builds MLA's two latent norms with its class default; serving engines use 1e-5.
     latent_norm_eps: float = 1e-6
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Config:
-        """From a parsed `config.json`, or its `text_config` alone. Raises ValueError naming what is missing."""
+        """From a parsed `config.json`, or its `text_config`. Raises ValueError naming what is missing."""
         text = document.get("text_config", document)
         given = {**text, **text.get("linear_attn_config", {})}
-        known = [f.name for f in fields(cls) if f.name in given]
-        missing = [f.name for f in fields(cls) if f.name not in given and f.name != "latent_norm_eps"]
-        if missing:
-            raise ValueError(
-                f"config: {', '.join(missing)} missing; give the released config.json of a Kimi K3 model"
-            )
-        return cls(**{**{name: given[name] for name in known}, "kda_layers": tuple(given["kda_layers"])})
+        needed = [f.name for f in fields(cls) if f.default is MISSING]
+        if missing := [name for name in needed if name not in given]:
+            raise ValueError(f"config: {', '.join(missing)} missing; give the config.json of a Kimi K3 model")
+        return cls(**{name: given[name] for name in needed} | {"kda_layers": tuple(given["kda_layers"])})
 
     def is_kda(self, l: int) -> bool:
         """Layer `l` is KDA; otherwise it is gated MLA."""
@@ -99,9 +97,9 @@ _P = ParamSpec("_P")
 def fixed_rows(op: Callable[Concatenate[Tensor, _P], Tensor]) -> Callable[Concatenate[Tensor, _P], Tensor]:
     """Run `op`, which treats the rows of its first argument alike, on a multiple of 8 rows.
 
-    Libraries choose the order of a reduction by the shape of the whole tensor: the same row gives other bits alone than
-    among eight. Decode steps of 1 to 8 rows all have the same shape here. The last row is repeated, not zeros
-    added, so that padding cannot meet a case that no real row meets.
+    Libraries choose the order of a reduction by the shape of the whole tensor: the same row gives other
+    bits alone than among eight. Decode steps of 1 to 8 rows all have the same shape here. The last row is
+    repeated, not zeros added, so that padding cannot meet a case that no real row meets.
     """
 
     @wraps(op)
@@ -145,7 +143,7 @@ def per_head(x: Tensor, w: Tensor) -> Tensor:
 
 @fixed_rows
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim with the release's two roundings: of x / rms, and of the product with the weight."""
+    """RMSNorm over the last dim with the release's two roundings: x / rms, then weight * that."""
     wide = x.float()
     return weight * _bf(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
 
@@ -171,12 +169,12 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
 def attn_res_mix(rows: Tensor, res_norm: Tensor, res_proj: Tensor, eps: float) -> Tensor:
     """Mixture of `rows [R, m+1, E]` (bank, then prefix) by a softmax of one logit per row -> `[R, E]`.
 
-    The logit is the RMS-normed row against `res_norm * res_proj`, formed in fp32; the rows mixed are the raw ones.
+    The logit is the RMS-normed row against `res_norm * res_proj`, formed in fp32; the rows mixed are the
+    raw ones.
     """
     wide = rows.float()
-    logits = (wide * (res_norm.float() * res_proj.float())).sum(-1) * torch.rsqrt(
-        wide.square().mean(-1) + eps
-    )
+    direction = res_norm.float() * res_proj.float()
+    logits = (wide * direction).sum(-1) * torch.rsqrt(wide.square().mean(-1) + eps)
     return _bf((torch.softmax(logits, -1)[..., None] * wide).sum(1))
 
 
@@ -207,8 +205,11 @@ def attn_res_norm(
 
 @dataclass
 class KDACache:
-    """One sequence's memory in one KDA layer: state `[H, V, K]` fp32 (K contiguous), history `[3, 3 P]` BF16 of q|k|v before
-    the convolution, oldest first."""
+    """What one sequence leaves in a KDA layer.
+
+    `state [H, V, K]` fp32, K contiguous; `history [3, 3 H D]` BF16: q|k|v before the convolution, oldest
+    first.
+    """
 
     state: Tensor
     history: Tensor
@@ -218,7 +219,10 @@ class KDACache:
 
 
 def short_conv(x: Tensor, history: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal depthwise convolution and SiLU in fp32: (BF16 `[T, C]`, next history) of `x [T, C]`, `taps [C, 4]` oldest first."""
+    """Causal depthwise convolution, then SiLU: (BF16 `[T, C]`, next history).
+
+    `x [T, C]`, `history [3, C]`, `taps [C, 4]` fp32, oldest first.
+    """
     seen = torch.cat([history, x])
     width = taps.shape[1]
     y = in_order(seen[i : i + len(x)].float() * taps[:, i] for i in range(width))
@@ -226,14 +230,17 @@ def short_conv(x: Tensor, history: Tensor, taps: Tensor) -> tuple[Tensor, Tensor
 
 
 def kda_log_decay(z: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
-    """Log decay per channel, in (lower_bound, 0): lower_bound * sigmoid(exp(A_log) (z + dt_bias)). `z [R, H, D]`, `A_log [H]`."""
+    """Log decay per channel, lower_bound * sigmoid(exp(A_log) (z + dt_bias)), in (lower_bound, 0).
+
+    `z [R, H, D]`, `A_log [H]`, `dt_bias [H, D]`.
+    """
     return lower_bound * torch.sigmoid(A_log.exp()[:, None] * (z.to(A_log.dtype) + dt_bias))
 
 
 def kda_step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of the delta rule: decay, predict, write, read. (`o [H, V]`, new state) of `state [H, V, K]`."""
+    """One token of the delta rule: decay, predict, write, read -> (`o [H, V]`, next `state [H, V, K]`)."""
     state = state * g.exp()[:, None]
     error = v - (state * k[:, None]).sum(-1)
     state = state + (beta[:, None] * error)[:, :, None] * k[:, None]
@@ -265,13 +272,13 @@ def kda_chunked(
 def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """n <= 64 tokens, head first: q, k, v, g `[H, n, D]`, beta `[H, n]`.
 
-    Decays over a span are exponentials of a DIFFERENCE of cumulative logs, which is <= 0: the factored form overflows fp32
-    after 18 tokens at the lower bound of -5.
+    Decays over a span are exponentials of a DIFFERENCE of cumulative logs, which is <= 0: the factored form
+    overflows fp32 after 18 tokens at the lower bound of -5.
     """
     n = q.shape[1]
-    log = g.cumsum(1)
-    later = torch.ones(n, n, dtype=torch.bool, device=g.device).triu(1)
-    span = (log[:, :, None] - log[:, None]).masked_fill_(later[..., None], -math.inf).exp_()
+    up_to = torch.ones(n, n, dtype=g.dtype, device=g.device).tril()
+    log = up_to @ g  # torch's cumsum is not deterministic on CUDA
+    span = (log[:, :, None] - log[:, None]).masked_fill_((up_to == 0)[..., None], -math.inf).exp_()
     # [H, i, j]: how much of key j is left for key i, and for query i
     pairs = (span * k[:, None]) @ torch.stack([k, q], -1)
     to_key, to_query = pairs[..., 0] * beta[..., None], pairs[..., 1]
@@ -286,7 +293,7 @@ def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
 
 @fixed_rows
 def norm_and_gate(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm, then the sigmoid gate, rounded once. `x [R, H, 2 D]` BF16 holds o and the gate's logits, `weight [D]` fp32."""
+    """RMSNorm, then the sigmoid gate, rounded once. `x [R, H, 2 D]` BF16: o, then the gate's logits."""
     o, gate = x.float().chunk(2, -1)
     return _bf(
         o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * weight.float() * torch.sigmoid(gate)
@@ -296,7 +303,7 @@ def norm_and_gate(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def kda(
     x: Tensor, w: Mapping[str, Tensor], c: Config, caches: Sequence[KDACache], *, prefill: bool
 ) -> Tensor:
-    """KDA sublayer: normed `x [R, E]`, the same number of rows for each cache, sequence by sequence -> `[R, E]`."""
+    """KDA sublayer: normed `x [R, E]`, R / len(caches) tokens for each cache -> `[R, E]`."""
     heads, dim, tokens = c.num_heads, c.head_dim, len(x) // len(caches)
     qkv = torch.cat([linear(x, w[f"{name}_proj.weight"]) for name in "qkv"], -1)
     taps = torch.cat([w[f"{name}_conv1d.weight"] for name in "qkv"])[:, 0].float()
@@ -324,7 +331,10 @@ def kda(
 
 @dataclass
 class MLACache:
-    """One sequence's memory in one MLA layer: `rows [capacity, kv_lora_rank + 64]` BF16 = normed latent | raw shared key."""
+    """What one sequence leaves in an MLA layer.
+
+    `rows [capacity, kv_lora_rank + qk_rope_head_dim]` BF16: the normed latent, then the raw shared key.
+    """
 
     rows: Tensor
     length: int = 0
@@ -344,10 +354,11 @@ class MLACache:
 
 
 def mla_attend(q_nope: Tensor, q_rope: Tensor, rows: Tensor, kv_b: Tensor, c: Config) -> Tensor:
-    """Absorbed attention of T queries, the last T tokens of `rows [S, latent + rope]` -> `[T, H, v_head_dim]` BF16.
+    """Absorbed attention of the last T tokens of `rows [S, latent + rope]` -> BF16 `[T, H, v_head_dim]`.
 
-    `q_nope [T, H, nope]`, `q_rope [T, H, rope]`; `kv_b [H (nope + v), latent]`, per head first the key's part. The key's
-    up-projection is applied to the query and the value's to the result, so that scores and sums run on the cached latents.
+    `q_nope [T, H, nope]`, `q_rope [T, H, rope]`; `kv_b [H (nope + v), latent]`, the key's part first in
+    each head. The key's up-projection is applied to the query and the value's to the result, so that scores
+    and sums run on the cached latents.
     """
     heads, latent = c.num_attention_heads, c.kv_lora_rank
     up = kv_b.view(heads, c.qk_nope_head_dim + c.v_head_dim, latent)
@@ -365,7 +376,7 @@ def mla_attend(q_nope: Tensor, q_rope: Tensor, rows: Tensor, kv_b: Tensor, c: Co
 def mla(
     x: Tensor, w: Mapping[str, Tensor], c: Config, caches: Sequence[MLACache], *, prefill: bool
 ) -> Tensor:
-    """Gated MLA sublayer: normed `x [R, E]`, the same number of rows for each cache, sequence by sequence -> `[R, E]`."""
+    """Gated MLA sublayer: normed `x [R, E]`, R / len(caches) tokens for each cache -> `[R, E]`."""
     heads, tokens = c.num_attention_heads, len(x) // len(caches)
     compressed = rms_norm(linear(x, w["q_a_proj.weight"]), w["q_a_layernorm.weight"], c.latent_norm_eps)
     q = linear(compressed, w["q_b_proj.weight"]).view(-1, heads, c.qk_nope_head_dim + c.qk_rope_head_dim)
@@ -405,10 +416,10 @@ def dense(x: Tensor, w: Mapping[str, Tensor], c: Config, prefix: str = "") -> Te
 def route(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, scale: float = 1.0, expert_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(weights `[R, k]` fp32, expert numbers `[R, k]` int64) of normed `x [R, E]`, best first.
+    """(weights `[R, k]` fp32, expert numbers `[R, k]`) of normed `x [R, E]`, best first.
 
-    The bias takes part in the selection only. Equal scores go to the lower expert number. `expert_ids` forces the choice.
-    Raises ValueError where a score is NaN.
+    `bias` takes part in the selection only; of equal scores the lower number wins. `expert_ids` forces the
+    choice. Raises ValueError where a score is NaN.
     """
     scores = torch.sigmoid(matmul(x, gate))
     if scores.isnan().any():
@@ -421,7 +432,10 @@ def route(
 
 
 def latent_moe(x: Tensor, w: Mapping[str, Tensor], c: Config, expert_ids: Tensor | None = None) -> Tensor:
-    """Latent MoE sublayer: normed `x [R, E]` -> `[R, E]`. The norm acts on the sum over experts, the weight on their outputs."""
+    """Latent MoE sublayer: normed `x [R, E]` -> `[R, E]`.
+
+    Routed experts work in a narrower space; their weighted sum is formed and normed there.
+    """
     bias = w["gate.e_score_correction_bias"].float()
     weights, ids = route(
         x, w["gate.weight"], bias, c.num_experts_per_token, c.routed_scaling_factor, expert_ids
@@ -445,8 +459,11 @@ _E8M0 = [*(math.ldexp(1.0, e - 127) for e in range(255)), math.nan]
 
 
 def dequantise_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """MXFP4 (OCP Microscaling 1.0) to BF16, exactly. `packed [out, in/2]` u8 with the even column in the low nibble,
-    `scale [out, in/32]` u8 exponents of 32 consecutive columns. Raises ValueError where the shapes do not fit."""
+    """MXFP4 (OCP Microscaling Formats 1.0) to BF16 `[out, in]`, exactly.
+
+    `packed [out, in/2]` u8, even columns in the low nibble; `scale [out, in/32]` u8, the exponent of 32
+    consecutive columns. Raises ValueError where the shapes do not fit.
+    """
     if packed.shape[0] != scale.shape[0] or packed.shape[1] * 2 != scale.shape[1] * 32:
         raise ValueError(
             f"MXFP4: weight_packed {tuple(packed.shape)} does not fit weight_scale {tuple(scale.shape)}"
@@ -474,8 +491,10 @@ class Weights(dict[str, Tensor]):
 
 
 def load(tensors: Mapping[str, Tensor], prefix: str, device: torch.device | str) -> Weights:
-    """The tensors whose released names start with `prefix`, on `device`, MXFP4 dequantised. What is packed shows itself
-    by the name `weight_packed`; the release's quantisation config names other layers too."""
+    """The tensors whose released names start with `prefix`, on `device`, MXFP4 dequantised.
+
+    The name `weight_packed` says what is packed; the release's quantisation config names other layers too.
+    """
     w = Weights({}, prefix)
     for name in (n for n in tensors if n.startswith(prefix)):
         local, tensor = name.removeprefix(prefix), tensors[name].to(device)
@@ -516,7 +535,7 @@ class StandardLayer:
         return KDACache(state, torch.zeros(past, dtype=torch.bfloat16, device=self.device))
 
     def attention(self, x: Tensor, caches: Sequence[Any], *, prefill: bool = False) -> Tensor:
-        """Normed `x [R, E]`, R / len(caches) new tokens for each of `caches`, which are brought up to date -> `[R, E]`."""
+        """Normed `x [R, E]`, R / len(caches) tokens for each cache, which is updated -> `[R, E]`."""
         sublayer = kda if self.is_kda else mla
         return sublayer(x, self.self_attn, self.config, caches, prefill=prefill)
 
@@ -551,9 +570,9 @@ class StandardModel:
         all_logits: bool = False,
         expert_ids: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        """Append `tokens [T]` to the sequence of `cache`: logits of the last token `[vocab]`, or of all `[T, vocab]`, BF16.
+        """Append `tokens [T]` to a sequence: BF16 logits of the last one `[vocab]`, or of all `[T, vocab]`.
 
-        `expert_ids` forces the router's choice: layer -> `[T, k]`. Raises ValueError for tokens that do not fit.
+        `expert_ids` forces the router's choice: layer -> `[T, k]`. Raises ValueError for unfit tokens.
         """
         self._check_tokens(tokens, 1)
         parts = []
@@ -568,9 +587,9 @@ class StandardModel:
     def decode(
         self, tokens: Tensor, caches: Sequence[Cache], *, expert_ids: Mapping[int, Tensor] | None = None
     ) -> Tensor:
-        """Append `tokens [B, q]` to B sequences of their own caches: logits `[B, q, vocab]`, BF16.
+        """Append `tokens [B, q]` to B sequences: BF16 logits `[B, q, vocab]`.
 
-        `expert_ids` forces the router's choice: layer -> `[B q, k]`. Raises ValueError for tokens that do not fit.
+        `expert_ids` forces the router's choice: layer -> `[B q, k]`. Raises ValueError for unfit tokens.
         """
         self.check_decode(tokens, caches)
         h = self._run(self.embed(tokens.flatten()), caches, prefill=False, expert_ids=expert_ids or {})
@@ -589,7 +608,7 @@ class StandardModel:
     ) -> Tensor:
         """All layers with their residuals: embedded `x [R, E]` -> normed output `[R, E]`.
 
-        `bank` holds the prefix of every finished block, the embedding first; `prefix` sums the sublayers of the running one.
+        `bank` holds the prefix of every finished block, the embedding first; `prefix` sums the running one.
         """
         c = self.config
 

@@ -1,4 +1,4 @@
-"""Can this deployment run on the fused kernels? One ordered table; the first condition that fails is the answer.
+"""Can this deployment run on the fused kernels? One ordered table; the first condition that fails answers.
 
 Imports neither torch nor the kernel toolkit, so the question can be asked anywhere.
 """
@@ -26,9 +26,9 @@ MAX_ROWS = 8
 class Deployment:
     """The facts that decide. `describe` collects them; a test or a planner may invent them.
 
-    `arch` is the GPU's target, such as "sm_90a", or "" without a GPU. `missing_artifacts` names the kernels that the
-    artifact store lacks for it. `model_type` to `attn_res_block_size` are the model's, under their released
-    names. A step takes `batch_size` sequences with `query_len` tokens each.
+    `arch` is the GPU's target, such as "sm_90a", or "" without a GPU. `missing_artifacts` names the kernels
+    that the artifact store lacks for it. `model_type` to `attn_res_block_size` are the model's, under their
+    released names. A step takes `batch_size` sequences with `query_len` tokens each.
     """
 
     torch: bool
