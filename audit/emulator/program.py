@@ -129,16 +129,15 @@ def immediate(imm: Imm, type_: str) -> Array:
 
 
 class Decoder:
-    """Access to one instruction's operands while it is decoded."""
+    """One instruction's operands, while it is decoded and (closures keep it) while it runs."""
 
-    def __init__(self, program: Program, function: int) -> None:
+    def __init__(self, program: Program, function: int, ins: Instruction, pc: int) -> None:
+        self.ins, self.pc = ins, pc
         self.program = program
         self.function_index = function
         self.function = program.functions[function]
         self.arch = program.arch
         self.registers = program.register_index[function]
-        self.ins: Instruction = Instruction(0, "", (), (), None, 0, None, "")
-        self.pc = 0
 
     def fail(self, reason: str = "") -> Unsupported:
         return Unsupported(self.ins.text, self.ins.line, reason)
@@ -463,10 +462,9 @@ class Program:
         from . import ops_arith, ops_control, ops_integer, ops_matrix, ops_memory, ops_sync, ops_warp  # noqa: F401
 
         for k, f in enumerate(self.functions):
-            d = Decoder(self, k)
             first = self.first[k]
             for pc in range(first, first + len(f.body) + 1):
-                d.ins, d.pc = self.instructions[pc], pc
+                d = Decoder(self, k, self.instructions[pc], pc)
                 decode = OPS.get(d.ins.opcode)
                 if decode is None:
                     raise d.fail()

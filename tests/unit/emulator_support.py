@@ -20,12 +20,21 @@ def header(arch: str = "sm_90a") -> str:
     return f".version 8.8\n.target {arch}\n.address_size 64\n"
 
 
-def entry(body: str, params: str = "", arch: str = "sm_90a", directives: str = "", outside: str = "") -> str:
-    """A module with one entry; it is remembered for :func:`assemble_all`."""
+def entry(
+    body: str,
+    params: str = "",
+    arch: str = "sm_90a",
+    directives: str = "",
+    outside: str = "",
+    remember: bool = True,
+) -> str:
+    """A module with one entry; it is remembered for :func:`assemble_all`. `@NAME@` becomes its name."""
     name = f"k{next(_NUMBER)}"
     text = f"{outside}\n.visible .entry {name}({params})\n{directives}\n{{\n{body}\n}}\n"
-    _WRITTEN.setdefault(arch, []).append(text.replace("@NAME@", name))
-    return header(arch) + text.replace("@NAME@", name)
+    text = text.replace("@NAME@", name)
+    if remember:
+        _WRITTEN.setdefault(arch, []).append(text)
+    return header(arch) + text
 
 
 def elementwise(lines: str, inputs: list[np.ndarray], outputs: list[str], arch: str = "sm_90a", **kwargs):

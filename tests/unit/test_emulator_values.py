@@ -38,7 +38,7 @@ def rounded(x: Fraction, precision: int, emin: int, largest: Fraction, mode: str
         up = rest > 0 and ((mode == "rp" and sign > 0) or (mode == "rm" and sign < 0))
     value = (low + up) * quantum
     if value > largest:
-        to_infinity = mode == "rn" or (mode == "rp") == (sign > 0) and mode != "rz"
+        to_infinity = mode == "rn" or (mode != "rz" and (mode == "rp") == (sign > 0))
         return ("+inf" if sign > 0 else "-inf") if to_infinity else sign * largest
     return sign * value
 
