@@ -570,12 +570,20 @@ def _wgmma(m: _Mods) -> Effect:
     if name != "mma":
         m.all(words("sync aligned"))
         return Effect(Kind.WGMMA, op=name)
-    m.left.clear()  # shapes and types: no bearing on order
+    shape = next(x for x in m.left if x.startswith("m64n"))
+    columns = int(shape.split("n")[1].split("k")[0])
+    m.left.clear()  # types have no bearing on order
     common: dict[str, Any] = {"reads": True, "writes": False, "proxy": "async", "asynchronous": True}
-    descriptors = [1, 2] if m.shapes[1] != "v" else [2]
-    return Effect(
-        Kind.WGMMA, op="mma", accesses=tuple(Access(d, "shared::cta", **common) for d in descriptors)
-    )
+    a = Access(1, "shared::cta", width=_operand_bytes(64), **common)
+    b = Access(2, "shared::cta", width=_operand_bytes(columns), **common)
+    return Effect(Kind.WGMMA, op="mma", accesses=(a, b) if m.shapes[1] != "v" else (b,))
+
+
+def _operand_bytes(rows: int) -> int:
+    """How far a matrix operand reaches from its descriptor's address: groups of 8 rows lie at most 1024
+    bytes apart in the canonical layouts without gaps (PTX ISA, "Strides", 128-byte swizzle). A layout with
+    gaps reaches further."""
+    return max(rows, 8) // 8 * 1024
 
 
 def _tcgen05(m: _Mods) -> Effect:
@@ -624,6 +632,7 @@ def _tcgen05(m: _Mods) -> Effect:
             Kind.TCGEN05, op=op, restrict=group, accesses=(Access(addresses[0], "tmem", True, True, **tmem),)
         )
     if op == "mma":
+        smem["width"] = _operand_bytes(256)
         a_in_tmem = len(m.shapes) > 1 and m.shapes[1] == "a"
         accesses = [Access(0, "tmem", True, True, **tmem)]
         if a_in_tmem:

@@ -20,9 +20,9 @@ from itertools import pairwise
 
 from .cfg import CFG
 from .effects import Access, Effect, Kind, bytes_of
-from .ir import Imm, Reg
+from .ir import Imm
 from .provenance import Address, Provenance, may_overlap
-from .threads import Executors, Threads
+from .threads import Executors, Fact, Threads
 
 QUIET = frozenset({Kind.COMPUTE, Kind.WARP, Kind.BRANCH, Kind.PREFETCH, Kind.EXIT})
 PRIVATE = frozenset({"local", "param", "const"})
@@ -214,10 +214,10 @@ class Order:
         stop: Callable[[int], bool] = lambda i: False,
         backward: bool = False,
         sync: bool = True,
-        enter: Callable[[int], bool] = lambda node: True,
+        enter: Callable[[int, int], bool] = lambda before, node: True,
     ) -> dict[int, int]:
         """Nodes reached from `starts`, each with the node before it on the way. Instructions for which
-        `stop` holds are reached but not passed; nodes for which `enter` does not hold are not reached.
+        `stop` holds are reached but not passed; edges for which `enter` does not hold are not followed.
         `sync` includes synchronisation edges. Starts are in the result only if a cycle leads back to them."""
         edges = self.predecessors if backward else self.successors
         came: dict[int, int] = {}
@@ -226,7 +226,7 @@ class Order:
             if node in came and node < self._heads and stop(node):
                 continue
             for n in edges.get(node, ()):
-                if n in came or not enter(n):
+                if n in came or not enter(node, n):
                     continue
                 if not sync and ((n, node) if backward else (node, n)) in self._sync_edges:
                     continue
@@ -273,6 +273,20 @@ class Order:
             out.append(who)
         return out
 
-    def registers_of(self, index: int) -> list[str]:
-        """Names of the register operands of an instruction."""
-        return [op.name for op in self.body[index].operands if isinstance(op, Reg)]
+    def entering(self, before: int, node: int) -> Executors | None:
+        """Who goes from one node to the next in program order: those of the block, narrowed by its last branch.
+        None for nodes that belong to no block."""
+        block, to = self.block(before), self.block(node)
+        if block is None:
+            return None if to is None else self.block_executors[to]
+        who = self.block_executors[block]
+        last = self.cfg.terminator(block)
+        if node < self._heads or last is None or last.pred is None:
+            return who
+        following = self.cfg._block_at(self.cfg.blocks[block].end)
+        target = node - self._heads
+        if len(self.cfg.successors[block]) < 2 or target not in self.cfg.successors[block]:
+            return who
+        taken = target != following
+        fact = Fact(self.threads.ssa.read(last.index, last.pred[0]), taken != last.pred[1])
+        return self.threads.restrict(who, fact)

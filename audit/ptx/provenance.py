@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .cfg import CFG
@@ -43,6 +43,8 @@ class Base:
 
     `index` and `offset` locate a kernel parameter; `name` is the parameter's or variable's name, or says from
     where a pointer was loaded. `peer` marks shared memory reached through `mapa`: it may be another CTA's.
+    `shift` counts the bits that a shared address was shifted right by: matrix descriptors hold `address >> 4`
+    in their low 14 bits (PTX ISA, "Matrix Descriptor Format"), and its interval is then in those units.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Base:
     index: int = -1
     offset: int = 0
     peer: bool = False
+    shift: int = 0
 
     def __str__(self) -> str:
         if self.kind == "param":
@@ -153,6 +156,34 @@ def may_overlap(
     return False
 
 
+_DESCRIPTOR_MASK = 0x3FFF
+
+
+def _shifted(pointer: Parts, by: int) -> Parts:
+    """A shared address shifted right by `by` bits (left if negative)."""
+    out: Parts = {}
+    for base, (low, high) in pointer.items():
+        assert base is not None
+        if not 0 <= base.shift + by <= 16:
+            return _blur(pointer)
+        scaled = (_scale(low, by), _scale(high, by))
+        out[replace(base, shift=base.shift + by)] = scaled
+    return out
+
+
+def _scale(x: Number, by: int) -> Number:
+    if not math.isfinite(x):
+        return x
+    return int(x) >> by if by >= 0 else int(x) << -by
+
+
+def _in_bytes(base: Base | None, interval: Interval) -> Parts:
+    if base is None or not base.shift:
+        return {base: interval}
+    low, high = (_scale(x, -base.shift) for x in interval)
+    return {replace(base, shift=0): (low, high)}
+
+
 def _related(a: Base | None, b: Base | None) -> bool:
     if a is None or b is None or a.kind == "unknown" or b.kind == "unknown":
         return True
@@ -246,7 +277,9 @@ class Provenance:
             op = op.base
         parts = {b: (lo + offset, hi + offset) for b, (lo, hi) in self.operand_parts(ins, op).items()}
         affine = self.operand_affine(ins, op).add(Affine(offset))
-        if len(parts) == 1:
+        if any(b is not None and b.shift for b in parts):
+            parts = _unite(_in_bytes(b, i) for b, i in parts.items())
+        elif len(parts) == 1:
             ((base, interval),) = parts.items()
             tight = self._interval_of(affine, base, dict(facts))
             if tight is not None:
@@ -550,18 +583,17 @@ class Provenance:
                 source = ops[1]
                 if isinstance(source, Vec) and len(source.items) == len(ops[0].items):
                     return self.operand_parts(ins, source.items[position])
-                return _blur(self.operand_parts(ins, source))
+                # The low half of an address in shared memory, or of a descriptor, is all of it.
+                return {None: FULL} if position else self.operand_parts(ins, source)
             if isinstance(ops[0], Pair) and position:
                 return {None: (0, 1)}
             return get(1)
         if op == "mapa":
+            own = get(1)
+            if self.operand_affine(ins, ops[2]) == Affine(0, ((("reg", "%cluster_ctarank"), 1),)):
+                return own
             return {
-                (
-                    Base(b.kind, b.name, b.index, b.offset, True)
-                    if b is not None
-                    else Base("shared", "?", peer=True)
-                ): i
-                for b, i in get(1).items()
+                (replace(b, peer=True) if b else Base("shared", "?", peer=True)): i for b, i in own.items()
             }
         if op in ("atom", "ldmatrix", "mbarrier", "tex", "wgmma", "tcgen05", "mma", "wmma"):
             return {None: FULL}
@@ -589,7 +621,10 @@ class Provenance:
 
     def _pack(self, ins: Instruction, op: Operand) -> Parts:
         assert isinstance(op, Vec)
-        return _blur(_unite(self.operand_parts(ins, x) for x in op.items))
+        items = [self.operand_parts(ins, x) for x in op.items]
+        if len(items) == 2 and _only_int(items[1]) is not None and _only_int(items[0]) is None:
+            return items[0]
+        return _blur(_unite(items))
 
     def _loaded(self, ins: Instruction, position: int) -> Parts:
         size = TYPE_BYTES.get(ins.mods[-1], 0)
@@ -670,21 +705,29 @@ class Provenance:
         if op in ("mul", "mul24", "div", "rem", "popc", "clz", "setp", "set"):
             return {None: FULL}
         pointer = next(a for a, i in zip(args, ints, strict=True) if i is None)
+        if op == "bfe" and len(args) == 3 and ints[1] and ints[2] and pointer is args[0]:
+            (start, same), (length, _) = ints[1], ints[2]
+            if start == same and length >= 14 and all(b and b.kind == "shared" for b in pointer):
+                return _shifted(pointer, int(start))
         integer = next((i for i in ints if i is not None), None)
         if len(args) == 2 and integer is not None and math.isfinite(integer[0]) and math.isfinite(integer[1]):
             low, high = integer
+            in_shared = all(b is not None and b.kind == "shared" for b in pointer)
+            if op in ("shr", "shl") and low == high and in_shared:
+                return _shifted(pointer, int(low) if op == "shr" else -int(low))
             if op == "and" and low == high:
                 if low in _PEER_MASKS:
-                    return {
-                        (Base(b.kind, b.name, b.index, b.offset, True) if b else b): i
-                        for b, i in pointer.items()
-                    }
+                    return {(replace(b, peer=True) if b else b): i for b, i in pointer.items()}
+                if in_shared and low >= _DESCRIPTOR_MASK and int(low) & (int(low) + 1) == 0:
+                    return pointer
                 step = _alignment(int(low))
                 if step:
                     return {b: (lo - step + 1, hi) for b, (lo, hi) in pointer.items()}
                 if 0 <= low < 4096:
                     return {None: (0, low)}
             if op == "or" and low >= 0:
+                if in_shared and low == high:
+                    high = int(high) & _DESCRIPTOR_MASK if any(b and b.shift for b in pointer) else high
                 return {b: (lo, hi + high) for b, (lo, hi) in pointer.items()}
             if op == "xor" and low >= 0:
                 return {b: (lo - high, hi + high) for b, (lo, hi) in pointer.items()}
@@ -707,6 +750,8 @@ def _sum(a: Parts, b: Parts, minus: bool, pointers: frozenset[tuple[int, int]]) 
     out: Parts = {}
     for base_a, i in a.items():
         for base_b, j in b.items():
+            if base_a is not None and base_a.shift and j[0] == j[1] and math.isfinite(j[0]):
+                j = (int(j[0]) & _DESCRIPTOR_MASK,) * 2  # the rest of the constant is for other fields
             offset = _add(i, _neg(j) if minus else j)
             if base_a is not None and base_b is not None:
                 if minus:

@@ -312,7 +312,8 @@ class Threads:
         limit = b.constant - a.const
         form = Affine(0, a.terms)
         unsigned = setp.mods[-1][0] == "u" or comparison in ("lo", "ls", "hi", "hs")
-        start: Interval = (0 if unsigned and a.const == 0 else float("-inf"), float("inf"))
+        low, high = self.provenance.interval(form)
+        start: Interval = (max(low, 0) if unsigned and a.const == 0 else low, high)
         return form, clip(start, comparison, limit, holds)
 
     def _plain(self, form: Affine) -> Affine:

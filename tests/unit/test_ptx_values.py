@@ -107,11 +107,19 @@ CASES = {
         "mov.u64 %rd1, dyn; cvta.shared.u64 %rd2, %rd1; st.b32 [%rd2+64], %r9;",
         ["shared dynamic+64"],
     ),
-    "descriptor keeps its variable": (
+    "matrix descriptor keeps its address": (
         "mov.u32 %r1, sm; shr.u32 %r2, %r1, 4; and.b32 %r3, %r2, 16383; cvt.u64.u32 %rd1, %r3;"
-        "or.b64 %rd2, %rd1, 4611686293305294848;"
+        "or.b64 %rd2, %rd1, 4611686293305294848; add.s64 %rd3, %rd2, 2; mov.b64 {%r3, %r4}, %rd3;"
+        "mov.b64 %rd4, {%r3, %r4};"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1,%f2,%f3,%f4}, %rd4, %rd2, 1, 1, 1, 0, 0;",
+        ["shared sm+32"],
+    ),
+    "matrix descriptor by high constant": (
+        "mov.u32 %r1, sm; add.s32 %r1, %r1, 1024; bfe.u32 %r2, %r1, 4, 14; mov.b32 %r9, 64;"
+        "mov.b64 %rd1, {%r2, %r9};"
+        "add.s64 %rd2, %rd1, -9223371899382267904;"
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1,%f2,%f3,%f4}, %rd2, %rd2, 1, 1, 1, 0, 0;",
-        ["shared sm+[...]"],
+        ["shared sm+1024"],
     ),
     "warp index by shuffle": (
         "mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; shfl.sync.idx.b32 %r3|%p1, %r2, 0, 31, -1; "

@@ -1,0 +1,68 @@
+"""Questions about memory and fences that several rules ask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..ptx.effects import Access, Effect, Kind
+from ..subject import Subject
+
+SHARED = ("shared::cta", "shared::cluster")
+RANK = {"": 0, "cta": 1, "cluster": 2, "gpu": 3, "sys": 4}
+
+
+def async_shared_reads(s: Subject) -> Iterator[tuple[int, Access]]:
+    """Reads of shared memory through the async proxy: bulk stores, wgmma and tcgen05 operands."""
+    for i in s.find(Kind.BULK, Kind.WGMMA, Kind.TCGEN05):
+        for a in s.effects[i].accesses:
+            if a.reads and a.proxy == "async" and a.space in SHARED and a.role == "data":
+                yield i, a
+
+
+def async_shared_writes(s: Subject) -> Iterator[tuple[int, Access]]:
+    """Writes of shared memory through the async proxy: bulk loads, try_cancel."""
+    for i in s.find(Kind.BULK):
+        for a in s.effects[i].accesses:
+            if a.writes and a.proxy == "async" and a.space in SHARED and a.role == "data":
+                yield i, a
+
+
+def generic_shared(s: Subject, writes: bool) -> Iterator[tuple[int, Access]]:
+    """Ordinary accesses of shared memory, and `cp.async` writes, which use the generic proxy too."""
+    for i, a in s.accesses(*SHARED):
+        if a.proxy == "generic" and a.role == "data" and (a.writes if writes else a.reads):
+            yield i, a
+
+
+def fences_async(e: Effect, space: str = "shared") -> bool:
+    """A fence between the generic and the async proxy that covers `space`."""
+    if e.kind is not Kind.PROXY_FENCE or e.proxy != "async":
+        return False
+    return e.space == "" or e.space.split("::")[0] == space
+
+
+def exact(s: Subject, i: int, a: Access) -> bool:
+    """The access has one known origin and a bounded range, so that an overlap is one and not a lack of knowledge."""
+    parts = s.address(i, a).parts
+    if len(parts) != 1 or parts[0][0] is None or not s.address(i, a).known:
+        return False
+    return all(map(math.isfinite, parts[0][1]))
+
+
+def peer(s: Subject, i: int, a: Access) -> bool:
+    """The address may be in another CTA of the cluster."""
+    return any(b is not None and b.peer for b, _ in s.address(i, a).parts)
+
+
+def groups(s: Subject, accesses: Iterator[tuple[int, Access]]) -> list[list[tuple[int, Access]]]:
+    """Accesses with the same address and width together, so that each place is looked at once."""
+    found: dict[object, list[tuple[int, Access]]] = {}
+    for i, a in accesses:
+        found.setdefault((s.address(i, a).parts, s.width(i, a), a.multicast), []).append((i, a))
+    return list(found.values())
+
+
+def narrow(scope: str, needed: str) -> bool:
+    """`scope` does not include everything that `needed` includes."""
+    return RANK[scope] < RANK[needed]
