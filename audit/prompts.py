@@ -207,7 +207,7 @@ def fetch(prompt: Prompt, cache: str | Path | None = None) -> str:
     if text is None:
         parts = (part for source in prompt.sources for part in _texts(source, _download(source, cache)))
         text = "".join(parts)[slice(*prompt.characters)]
-        _verify(prompt, text, "the manifest's members or slice have changed")
+        _verify(prompt, text)
         _write(cache / prompt.file, _packed(text))
     return text
 
@@ -296,10 +296,13 @@ def _write(path: Path, data: bytes) -> None:
         ) from None
 
 
-def _verify(prompt: Prompt, text: str, reason: str) -> None:
-    if sha256(text) != prompt.sha256:
+def _verify(prompt: Prompt, text: str) -> None:
+    """The text must be the manifest's in every respect; the message has what the manifest would need to say."""
+    start, length = prompt.characters[0], len(text.encode())
+    if (sha256(text), length, start + len(text)) != (prompt.sha256, prompt.tokens, prompt.characters[1]):
         raise PromptError(
-            f"{prompt.id}: the text has sha256 {sha256(text)}, the manifest says {prompt.sha256}: {reason}"
+            f"{prompt.id}: the text is not the manifest's: it has sha256 {sha256(text)}, {length} tokens, "
+            f"characters [{start}, {start + len(text)}]; have its members or slice been changed?"
         )
 
 

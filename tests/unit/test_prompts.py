@@ -255,9 +255,22 @@ def test_another_text_is_refused_and_not_kept(tmp_path: Path) -> None:
     data = wheel(FILES)
     prompt = replace(prompt_of(data, TEXT, ("k3_fake/*.py",)), sha256=sha256("another text"))
     place(tmp_path, prompt, data)
-    with pytest.raises(PromptError, match="the text has sha256"):
+    with pytest.raises(PromptError, match=f"it has sha256 {sha256(TEXT)}"):
         prompts.fetch(prompt, tmp_path)
     assert left_in(tmp_path) == [f"downloads/{prompt.sources[0].file}"]
+
+
+def test_a_length_that_is_not_the_texts_is_refused(tmp_path: Path) -> None:
+    data = wheel(FILES)
+    right = prompt_of(data, TEXT, ("k3_fake/*.py",))
+    place(tmp_path, right, data)
+    for wrong in (
+        replace(right, tokens=right.tokens + 1),
+        replace(right, characters=(0, len(TEXT) + 1)),
+    ):
+        with pytest.raises(PromptError, match=rf"{right.tokens} tokens, characters \[0, {len(TEXT)}\]"):
+            prompts.fetch(wrong, tmp_path)
+    assert prompts.fetch(right, tmp_path) == TEXT
 
 
 def test_a_damaged_cache_file_is_fetched_again(tmp_path: Path) -> None:
