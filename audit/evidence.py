@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -254,14 +255,19 @@ class Machine:
     toolkit: dict[str, str] = field(default_factory=dict)
 
 
+def without_gpu() -> Machine:
+    """This machine as the CPU form of a tier uses it."""
+    return Machine(toolkit={"python": platform.python_version(), "torch": version("torch")})
+
+
 @cache
 def this_machine() -> Machine:
-    """The first GPU that torch sees, or a Machine with `gpu` "". Imports torch."""
+    """This machine with the first GPU that torch sees, if any. Imports torch."""
     import torch
 
-    toolkit = {"python": platform.python_version(), "torch": torch.__version__}
+    machine = without_gpu()
     if not torch.cuda.is_available():
-        return Machine(toolkit=toolkit)
+        return machine
     major, minor = torch.cuda.get_device_capability(0)
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -272,7 +278,7 @@ def this_machine() -> Machine:
         gpu=torch.cuda.get_device_name(0),
         arch=f"sm_{major}{minor}a",
         driver=driver[0] if driver else "",
-        toolkit={**toolkit, "cuda_runtime": torch.version.cuda or ""},
+        toolkit={**machine.toolkit, "cuda_runtime": torch.version.cuda or ""},
     )
 
 

@@ -32,7 +32,8 @@ class Site:
     """One instruction that a finding speaks of.
 
     `line` is the 1-based line in the PTX (or SASS) text; `source` is "file:line" of the kernel source, from
-    `.loc`, or "" where the compiler left no line table. `role` says why it is here ("store", "load", "fence", ...).
+    `.loc`, or "" where the compiler left no line table. `role` says why it is here ("store", "load",
+    "fence", ...).
     """
 
     line: int
@@ -64,8 +65,13 @@ class Finding:
     @property
     def fingerprint(self) -> str:
         """Stable under renumbered registers and moved lines: rule, kernel and the opcodes of the sites."""
-        opcodes = "|".join(f"{s.role}:{s.text.split()[0] if s.text else ''}:{s.source}" for s in self.sites)
+        opcodes = "|".join(f"{s.role}:{_opcode(s.text)}:{s.source}" for s in self.sites)
         return hashlib.sha256(f"{self.rule}|{self.kernel}|{opcodes}|{self.missing}".encode()).hexdigest()[:16]
+
+
+def _opcode(text: str) -> str:
+    """The first word of an instruction after its guard predicate, which names a register."""
+    return next((word for word in text.split() if not word.startswith("@")), "")
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from k3_audit.artifact.artifact import ARCHITECTURES
-from k3_audit.audit.evidence import EvidenceWriter, Machine, this_machine
+from k3_audit.audit.evidence import EvidenceWriter, this_machine, without_gpu
 from k3_audit.audit.findings import Verdict
 from k3_audit.audit.policy import Policy
 from k3_audit.audit.tree import tree_sha256
@@ -108,7 +108,7 @@ class EvidenceOfTest:
         `gpu` is True when the machine code ran on this machine's GPU, False for the CPU form of the tier.
         Call it before the assertions, so that a failing measurement leaves its figures too.
         """
-        machine = this_machine() if gpu else Machine(toolkit=this_machine().toolkit)
+        machine = this_machine() if gpu else without_gpu()
         what |= {"tier": tier, "case": case, "verdict": verdict, "machine": machine}
         self._staged.append((artifact, what))
 
