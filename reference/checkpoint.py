@@ -89,7 +89,7 @@ class CheckpointError(Exception):
             rest = f" and {len(group) - _SHOWN} more" if len(group) > _SHOWN else ""
             lines.append(f"{_KINDS[kind]} [{len(group)}]: {', '.join(map(str, group[:_SHOWN]))}{rest}")
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
-        super().__init__(f"checkpoint {os.fspath(path)}: {count}\n  " + ";\n  ".join(lines))
+        super().__init__(f"checkpoint {os.fspath(path)} has {count}:\n  " + ";\n  ".join(lines))
 
 
 class Checkpoint(Mapping[str, Tensor]):
