@@ -541,11 +541,9 @@ class StandardLayer:
 
     def ffn(self, x: Tensor, expert_ids: Tensor | None = None) -> Tensor:
         """Normed `x [R, E]` -> `[R, E]`. `expert_ids [R, k]` forces the router's choice."""
-        return (
-            latent_moe(x, self.mlp, self.config, expert_ids)
-            if self.is_moe
-            else dense(x, self.mlp, self.config)
-        )
+        if self.is_moe:
+            return latent_moe(x, self.mlp, self.config, expert_ids)
+        return dense(x, self.mlp, self.config)
 
 
 class StandardModel:
@@ -554,8 +552,8 @@ class StandardModel:
     def __init__(self, config: Config, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"):
         self.config, self.device = config, torch.device(device)
         self.layers = [StandardLayer(config, tensors, l, device) for l in range(config.num_hidden_layers)]
-        shell = {n: t for n, t in tensors.items() if not n.startswith(f"{PREFIX}model.layers.")}
-        self.shell = load(shell, PREFIX, device)
+        names = (n for n in tensors if n.startswith(PREFIX) and not n.startswith(f"{PREFIX}model.layers."))
+        self.shell = load({name: tensors[name] for name in names}, PREFIX, device)
 
     def empty_cache(self) -> Cache:
         """Memory of one sequence without tokens."""
