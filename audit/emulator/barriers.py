@@ -44,21 +44,17 @@ class CtaBarriers:
         before = self.arrived[barrier, slots]
         mixed = (before > 0) & (self.expected[barrier, slots] != count)
         if mixed.any():
-            lane = int(np.flatnonzero(mixed[position])[0])
-            raise Fault("barrier", f"barrier {barrier} used with different thread counts in one phase", lane)
+            lane = int(lanes[mixed[position]][0])
+            raise Fault("barrier", f"barrier {barrier} has different thread counts in one phase", lane=lane)
         self.expected[barrier, slots] = count
         self.arrived[barrier, slots] += counts
         if value is not None:
-            self.true[barrier, slots] += np.bincount(position, weights=value, minlength=slots.size).astype(
-                int
-            )
+            np.add.at(self.true[barrier], g.slot[lanes], value)
         need = np.full(slots.size, count) if count else g.cta_alive[slots]
         total = self.arrived[barrier, slots]
         if (total > need).any():
-            lane = int(np.flatnonzero((total > need)[position])[0])
-            raise Fault(
-                "barrier", f"more threads at barrier {barrier} than its count {int(need.min())}", lane
-            )
+            lane, count = int(lanes[(total > need)[position]][0]), int(need.min())
+            raise Fault("barrier", f"more threads at barrier {barrier} than its count {count}", lane=lane)
         open_ = total == need
         g.release(lanes, "cta")
         passing = open_[position]
@@ -113,9 +109,7 @@ class ClusterBarriers:
     def arrive(self, lanes: Array, release: bool) -> None:
         twice = self.pending[lanes] >= 0
         if twice.any():
-            raise Fault(
-                "barrier", "barrier.cluster.arrive twice without a wait", int(np.flatnonzero(twice)[0])
-            )
+            raise Fault("barrier", "barrier.cluster.arrive twice without a wait", lane=int(lanes[twice][0]))
         cluster = self._cluster(lanes)
         self.pending[lanes] = self.phase[cluster]
         if release:
@@ -145,7 +139,7 @@ class ClusterBarriers:
 
         never = self.pending[lanes] < 0
         if never.any():
-            raise Fault("barrier", "barrier.cluster.wait without an arrive", int(np.flatnonzero(never)[0]))
+            raise Fault("barrier", "barrier.cluster.wait without an arrive", lane=int(lanes[never][0]))
         cluster = self._cluster(lanes)
         over = self.phase[cluster] > self.pending[lanes]
         scope = "cluster" if acquire else ""

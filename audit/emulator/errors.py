@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,17 @@ class Unsupported(Exception):
 
 
 class Fault(Exception):
-    """Raised inside an instruction; `position` is the index of the thread in the executing selection."""
+    """Raised inside an instruction, which knows the thread by its `position` in the executing selection; whoever
+    has narrowed that selection down fills in the `lane`."""
 
-    def __init__(self, kind: str, message: str, position: int = 0) -> None:
+    def __init__(self, kind: str, message: str, position: int = 0, lane: int | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.position = position
+        self.lane = lane
+
+    def settle(self, lanes: Any) -> None:
+        """The position counted in these lanes."""
+        if self.lane is None:
+            self.lane = int(lanes[min(self.position, len(lanes) - 1)])

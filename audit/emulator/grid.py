@@ -242,9 +242,8 @@ class Grid:
         need = np.broadcast_to(mask(self, here), here.shape)
         outside = (need >> self.laneid[here]) & np.uint32(1) == 0
         if outside.any():
-            raise Fault(
-                "undefined", "the executing thread is not in its membermask", int(np.flatnonzero(outside)[0])
-            )
+            lane = int(here[outside][0])
+            raise Fault("undefined", "the executing thread is not in its membermask", lane=lane)
         warp = self.warp[here]
         need = need & self.warp_alive[warp]
         ready = (self.warp_bits(flags)[warp] & need) == need
@@ -378,7 +377,7 @@ class Grid:
     def local_offset(self, sel: Selection, address: Array, size: int) -> Array:
         """Byte offset in the pool of all threads' local memory."""
         offset = address.astype(np.int64)
-        self._inside(offset, size, self.program.local_size, "the thread's local memory")
+        self._inside(offset, size, self.program.local_used, "the thread's local memory")
         return self.lanes(sel) * self.program.local_size + offset
 
     @staticmethod
@@ -391,7 +390,7 @@ class Grid:
     def load(self, space: str, sel: Selection, address: Array, width: int, n: int = 1) -> Array:
         """Load `n` elements of `width` bytes per lane: shape [lanes], or [lanes, n] for n > 1."""
         parts = self.resolve(space, sel, address, width * n)
-        if len(parts) == 1 and parts[0][1] is EVERYONE:
+        if len(parts) == 1 and isinstance(parts[0][1], slice):
             return self._read(parts[0][0], sel, EVERYONE, parts[0][2], width, n)
         out = np.empty((address.size, n) if n > 1 else address.size, UINT[width])
         for pool, where, offset in parts:
@@ -417,7 +416,7 @@ class Grid:
                     return values if n > 1 else values.ravel()
             return pool.load(offset, width, n)
         except Fault as e:
-            if where is not EVERYONE:
+            if not isinstance(where, slice):
                 e.position = int(where[e.position])
             if e.kind != "uninitialized" or self.machine.uninitialized == "raise":
                 raise
@@ -434,7 +433,7 @@ class Grid:
             try:
                 pool.store(offset, width, part, n)
             except Fault as e:
-                if where is not EVERYONE:
+                if not isinstance(where, slice):
                     e.position = int(where[e.position])
                 raise
         self.machine.progress += 1

@@ -369,8 +369,8 @@ class Machine:
                     self.go(g, group.lanes, pc, group.spins)
                     break
         except Fault as e:
-            lanes = g.lanes(sel)
-            raise self.blame(g, int(lanes[min(e.position, lanes.size - 1)]), pc, e) from e
+            e.settle(g.lanes(sel))
+            raise self.blame(g, pc, e) from e
         self.trace.executed[g.index].update(range(start, pc))
         if self.time > self.max_steps:
             raise EmulationError(
@@ -381,14 +381,16 @@ class Machine:
 
     # -- messages ---------------------------------------------------------------------------------------
 
-    def blame(self, g: Grid, lane: int, pc: int, e: Fault) -> EmulationError:
+    def blame(self, g: Grid, pc: int, e: Fault) -> EmulationError:
         """A fault as an error that names the thread and the instruction."""
-        return EmulationError(e.kind, e.message, g.locate(lane, pc))
+        assert e.lane is not None
+        return EmulationError(e.kind, e.message, g.locate(e.lane, pc))
 
     def diagnose(self, g: Grid, sel: Any, e: Fault) -> None:
         """Note a tolerated fault (uninitialized="record")."""
         if self.uninitialized == "record":
-            self.trace.diagnostics.append(self.blame(g, int(g.lanes(sel)[e.position]), self.pc, e))
+            e.settle(g.lanes(sel))
+            self.trace.diagnostics.append(self.blame(g, self.pc, e))
 
     def _running(self) -> str:
         groups = sorted(self.ready, key=lambda x: -x.lanes.size)[:3]

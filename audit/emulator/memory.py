@@ -223,5 +223,5 @@ class Memory:
         far = distance(b)
         if far > GUARD:
             return f"{text}; no buffer within {GUARD} bytes (nearest: {b.name})"
-        side = "before the start" if address < b.address else "past the end"
-        return f"{text}, {far} bytes {side} of {b.name} ({b.size} bytes at {b.address:#x})"
+        side = f"starts {far} bytes before" if address < b.address else f"reaches {far} bytes past the end of"
+        return f"{text} {side} {b.name} ({b.size} bytes at {b.address:#x})"

@@ -48,7 +48,8 @@ class Batch:
         try:
             self.act(todo)
         except Fault as e:
-            raise self.grid.machine.blame(self.grid, int(self.lanes[todo[0]]), self.pc, e) from e
+            e.settle(self.lanes[todo])
+            raise self.grid.machine.blame(self.grid, self.pc, e) from e
         self.grid.machine.progress += 1
 
 

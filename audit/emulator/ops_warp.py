@@ -13,6 +13,7 @@ import numpy as np
 
 from ..ptx.ir import Pair, Reg
 from . import values
+from .errors import Fault
 from .program import STOP, Decoder, Reader, Step, Writer, dtype, op
 from .values import Array
 
@@ -32,7 +33,11 @@ def together(d: Decoder, mask: Reader, execute: Callable[[Grid, Selection], None
             execute(g, sel)
             return None
         if ready.size:
-            execute(g, ready)
+            try:
+                execute(g, ready)
+            except Fault as e:
+                e.settle(ready)
+                raise
             g.machine.go(g, ready, pc + 1)
         return STOP
 

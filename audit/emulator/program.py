@@ -15,7 +15,7 @@ import numpy as np
 
 from ..ptx.ir import Addr, Function, Imm, Instruction, Module, Not, Operand, Reg, Symbol, Variable, Vec
 from . import memory as mem
-from .errors import Unsupported
+from .errors import Fault, Unsupported
 from .memory import Buffer, Memory
 from .values import SINT, UINT, Array
 
@@ -148,10 +148,11 @@ class Decoder:
 
     @property
     def type(self) -> str:
-        """The last modifier, which is the type of most instructions."""
-        if not self.mods or self.mods[-1] not in WIDTH:
+        """The last modifier that is a type: that of most instructions."""
+        found = next((m for m in reversed(self.mods) if m in WIDTH), "")
+        if not found:
             raise self.fail("unknown type")
-        return self.mods[-1]
+        return found
 
     def operand(self, k: int) -> Operand:
         try:
@@ -364,7 +365,8 @@ class Program:
         self.register_sizes: list[int] = []
         self.register_index: list[dict[str, int]] = []
         self.local: list[dict[str, int]] = []
-        self.local_size = 0
+        self.local_size = 0  # bytes from one thread's local memory to the next one's
+        self.local_used = 0
         for f in self.functions:
             self._registers(f)
         self.shared, self._static = self._layout_shared()
@@ -395,6 +397,7 @@ class Program:
             self.local_size = -(-self.local_size // align) * align
             local[v.name] = self.local_size
             self.local_size += v.size
+            self.local_used = self.local_size
         self.local_size = -(-self.local_size // 16) * 16
         self.register_index.append(index)
         self.local.append(local)
@@ -491,7 +494,13 @@ def _guarded(step: Step, guard: Reader, negated: bool, pc: int) -> Step:
         lanes = g.lanes(sel)
         if p.size != lanes.size:
             p = np.broadcast_to(p, lanes.shape)
-        if step(g, lanes[p]) is None:
+        acting = lanes[p]
+        try:
+            stopped = step(g, acting)
+        except Fault as e:
+            e.settle(acting)
+            raise
+        if stopped is None:
             return None
         g.machine.go(g, lanes[~p], pc + 1)
         return STOP
