@@ -265,7 +265,11 @@ def test_a_failing_test_leaves_failing_evidence_and_one_line_that_replays_it(tmp
         command += ["test_tier.py", "--evidence-dir", folder, "--seed", str(seed), *options]
         path = os.pathsep.join(map(str, (tests, tests / "unit")))
         done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            capture_output=True,
+            text=True,
         )
         return done.stdout, {r.case: r for r in read_folder(folder)}
 
