@@ -6,7 +6,8 @@
     out  = mix / sqrt(mean(mix^2) + eps) * norm_weight
 
 The rounded prefix is the row, because that is what is stored and read again (the release does the same); the
-bound of `mix` and `normed` is against exact mathematics from that stored row on.
+bound of `mix` and `normed` is against exact mathematics from that stored row on. A reference that does not
+round must be given the stored prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .bounded import Bounded, dot, softmax_mean
-from .bounds import FAILURE_PROBABILITY, PTX_RELATIVE_ERROR, U32, Summation, both, chain_gamma, sum_gamma
+from .bounds import FAILURE_PROBABILITY, PTX_RELATIVE_ERROR, U32, Summation, chain_gamma, compound, sum_gamma
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _log_weights(logits: Bounded, merges: int) -> Bounded:
 
 def _mixture_gamma(count: int, merges: int) -> float:
     """Relative error of the weighted sum over `count` rows, the sum of the weights, and their quotient."""
-    return both(chain_gamma(2 * (count + merges + 1)), PTX_RELATIVE_ERROR["div.approx.f32"])
+    return compound(chain_gamma(2 * (count + merges + 1)), PTX_RELATIVE_ERROR["div.approx.f32"])
 
 
 def _norm(
@@ -163,12 +164,12 @@ def _norm(
         # The magnitudes that are added are those of the parts, with the weights that were computed.
         drift = (2 * logit_error.amax(-1, keepdim=True)).expm1() * (weights.unsqueeze(-1) * rows.abs()).sum(1)
         spread = (first.abs() + last.abs() + drift + mix.error).square().sum(-1)
-        expanded = mix.mean_square(both(gamma, chain_gamma(_EXPANSION_ROUNDINGS)), spread)
+        expanded = mix.mean_square(compound(gamma, chain_gamma(_EXPANSION_ROUNDINGS)), spread)
         # Half the threshold is further from it than rounding can carry the decision.
         direct = expanded.value + expanded.error < how.expanded_below / 2 * (first**2 + last**2).mean(-1)
         mean_square = Bounded(mean_square.value, torch.where(direct, mean_square.error, expanded.error))
     divisor_squared = chain_gamma(2 * (rows.shape[1] + how.merges + 1) + 2)
-    r = _reciprocal_rms(mean_square, Bounded.exact(eps).approx(both(U32, divisor_squared)))
+    r = _reciprocal_rms(mean_square, Bounded.exact(eps).approx(compound(U32, divisor_squared)))
     scaled = (mix * Bounded(r.value.unsqueeze(-1), r.error.unsqueeze(-1))).rounded(torch.float32)
     if how.scaled_stored is not None:
         scaled = scaled.rounded(how.scaled_stored)

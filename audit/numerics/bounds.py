@@ -111,6 +111,6 @@ def sum_gamma(
     return min(chain_gamma(n, u), math.expm1(lam * math.sqrt(n) * u + n * u * u / (1 - u)))
 
 
-def both(*gammas: float) -> float:
+def compound(*gammas: float) -> float:
     """Relative error of one factor after another: (1 + g1)(1 + g2)... - 1."""
     return math.prod(1 + g for g in gammas) - 1

@@ -39,7 +39,7 @@ CONTEXT = 1_048_576
 
 # Windows that a prompt is cut into when the caller does not say: enough for the drift's confidence interval
 # (see `drift`), few enough that each window holds many positions.
-DEFAULT_WINDOWS = 32
+DEFAULT_WINDOWS = 64
 
 
 class Outcome(StrEnum):
@@ -300,7 +300,8 @@ def _kendall(n: int) -> tuple[float, float]:
 def _slope(x: Any, y: Any, quantile: float) -> tuple[float, float, float]:
     """Theil-Sen slope of y over x: lower end, slope, upper end. No ends with too few independent points."""
     centre = stats.theilslopes(y, x)
-    residual = y - centre.intercept - centre.slope * x
+    residual = y - centre.slope * x
+    residual -= residual.mean()
     energy = float((residual**2).sum())
     correlation = float((residual[1:] * residual[:-1]).sum()) / energy if energy > 0 else 0.0
     correlation = min(max(correlation, 0.0), 1 - 1 / len(x))
@@ -313,12 +314,16 @@ def _slope(x: Any, y: Any, quantile: float) -> tuple[float, float, float]:
 
 
 def integrity(errors: Errors, layer: str = "") -> Criterion:
-    """4: cosine defect within its limit per head and window, masks of NaN and Inf equal, no poison left."""
-    excess = ratio_of(errors.cosine_defect, errors.cosine_limit)
-    w, h = _worst(excess)
+    """4: cosine defect within its limit per head, masks of NaN and Inf equal, no poison left.
+
+    The defect is the mean over windows: that of one small window scatters too much to be held to a limit.
+    """
+    excess = ratio_of(errors.cosine_defect.mean(0), errors.cosine_limit.mean(0))
+    head = int(excess.nan_to_num(nan=torch.inf).argmax())
+    defect, limit = errors.cosine_defect[:, head].mean().item(), errors.cosine_limit[:, head].mean().item()
     figures = {
-        "cosine_defect": errors.cosine_defect[w, h].item(),
-        "cosine_limit": errors.cosine_limit[w, h].item(),
+        "cosine_defect": defect,
+        "cosine_limit": limit,
         "unwritten": int(errors.unwritten.sum()),
         "mask_mismatch": int(errors.mask_mismatch.sum()),
     }
@@ -329,27 +334,18 @@ def integrity(errors: Errors, layer: str = "") -> Criterion:
         if table.any():
             w, h = _worst(table.to(torch.float64))
             place = _place(errors, w, h, layer)
-            message = (
-                f"{place}: {int(table.sum())} elements {what}, {int(table[w, h])} of them in this window"
-            )
+            message = f"{place}: {int(table.sum())} elements {what}, {int(table[w, h])} of them around here"
             return Criterion("integrity", Outcome.FAIL, message, figures, place)
-    place = Place(layer, h)
-    positions = f"positions {int(errors.first[w])} to {int(errors.last[w])}"
-    if math.isnan(figures["cosine_limit"]):
-        return Criterion(
-            "integrity", Outcome.INCONCLUSIVE, "without a bound the direction has no limit", figures
-        )
-    if excess[w, h] > 1:
-        message = (
-            f"{place}: cosine defect {figures['cosine_defect']:.3g} over {positions}; "
-            f"at most {figures['cosine_limit']:.3g} is allowed"
-        )
-        return Criterion("integrity", Outcome.FAIL, message, figures, place)
+    if math.isnan(limit):
+        message = "the direction has no limit without a bound"
+        return Criterion("integrity", Outcome.INCONCLUSIVE, message, figures)
+    told = f"cosine defect is {defect:.3g}, at most {limit:.3g} is allowed"
+    if defect > limit:
+        w = int(errors.cosine_defect[:, head].argmax())
+        place = _place(errors, w, head, layer)
+        return Criterion("integrity", Outcome.FAIL, f"{place}: the {told}", figures, place)
     return Criterion(
-        "integrity",
-        Outcome.PASS,
-        f"cosine defect at most {figures['cosine_defect']:.3g}, all written",
-        figures,
+        "integrity", Outcome.PASS, f"all is written, and the {told}", figures, Place(layer, head)
     )
 
 
@@ -445,7 +441,7 @@ def judge(
 
     `out` was poisoned before the kernel ran (:func:`formats.poison_`). `ref`: float64 mathematics.
     `control`: the standard path. `bound`: absolute, for example `attn_res_bound(...)["normed"].error`.
-    `positions`, `window`: see :func:`metrics.measure`; by default 32 windows. `planted`: outputs with one
+    `positions`, `window`: see :func:`metrics.measure`; by default 64 windows. `planted`: outputs with one
     planted defect each. `variants`: runs that differ in schedule only. `horizon`: see :func:`drift`.
     `only`: the criteria to ask; the judgement shows which.
 

@@ -23,6 +23,9 @@ from .formats import ulp, unwritten
 # row; the release's AttnRes + RMSNorm has three.
 COSINE_DEFECT_BF16 = 5e-6
 
+# Elements that are converted to float64 at a time: 128 MiB in each intermediate tensor.
+_PIECE = 2**24
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -102,9 +105,9 @@ def measure(
 ) -> Errors:
     """Compare `out` with `ref`, both [T, E] (one head) or [T, H, E], on one device.
 
-    `out` is in the stored type, poisoned before the kernel ran; `ref` and `bound` (>= 0) are converted to
-    float64 one window at a time. `window`: rows per window, by default all of them; `positions` [T]: token
-    position of each row, by default 0 .. T-1.
+    `out` is in the stored type, poisoned before the kernel ran; all are converted to float64 piece by
+    piece. `window`: rows per window, by default all of them; `positions` [T]: token position of each row,
+    by default 0 .. T-1.
 
     Raises ValueError when shapes do not fit or the tensor is empty.
     """
@@ -122,46 +125,62 @@ def measure(
         positions = torch.arange(rows)
     if positions.shape != (rows,):
         raise ValueError(f"positions must name each of the {rows} rows, not {tuple(positions.shape)}")
-    if out.ndim == 2:
-        out, ref = out.unsqueeze(1), ref.unsqueeze(1)
-        bound = None if bound is None else bound.unsqueeze(1)
-    pieces = [slice(i, min(i + window, rows)) for i in range(0, rows, window)]
     where = positions.to("cpu", torch.int64)
     if (where.diff() <= 0).any():
         raise ValueError("positions must increase from row to row")
-    return Errors.join([_cell(out[s], ref[s], None if bound is None else bound[s], where[s]) for s in pieces])
+    # Whole windows as many at a time as fit into _PIECE elements, then the shorter rest.
+    step = window * max(1, _PIECE // (window * out[0].numel()))
+    whole = rows - rows % window
+    cuts = [(i, min(i + step, whole), window) for i in range(0, whole, step)]
+    if whole < rows:
+        cuts.append((whole, rows, rows - whole))
+
+    def cut(x: Tensor, start: int, stop: int, size: int) -> Tensor:
+        return x[start:stop].reshape((stop - start) // size, size, -1, x.shape[-1])
+
+    return Errors.join(
+        [
+            _table(
+                cut(out, *c),
+                cut(ref, *c),
+                None if bound is None else cut(bound, *c),
+                where[c[0] : c[1]].view(-1, c[2]),
+            )
+            for c in cuts
+        ]
+    )
 
 
-def _cell(out: Tensor, ref: Tensor, bound: Tensor | None, positions: Tensor) -> Errors:
-    """One window: [t, H, E] to a table of one row."""
+def _table(out: Tensor, ref: Tensor, bound: Tensor | None, positions: Tensor) -> Errors:
+    """[W, t, H, E], and `positions` [W, t], to a table."""
     poison = unwritten(out)
     stored, out, ref = out.dtype, out.to(torch.float64), ref.to(torch.float64)
     judged, wrong = ref.isfinite(), ref.isfinite() & ~out.isfinite()
-    mismatch = (out.isnan() != ref.isnan()) | (
-        (out != ref) & (out.isinf() | ref.isinf()) & ~out.isnan() & ~ref.isnan()
-    )
+    infinite = (out.isinf() | ref.isinf()) & ~out.isnan() & ~ref.isnan()
+    mismatch = (out.isnan() != ref.isnan()) | (infinite & (out != ref))
 
     clean_ref = torch.where(judged, ref, 0.0)
     clean_out = torch.where(judged & ~wrong, out, 0.0)
     error = torch.where(wrong, torch.inf, (clean_out - clean_ref).abs())
-    spacing = torch.where(judged, ulp(ref, stored), 0.0)
-    count = judged.sum((0, 2))
+    half_ulp = torch.where(judged, ulp(ref, stored) / 2, 0.0)
+    count = judged.sum((1, 3))
 
     def largest(x: Tensor) -> Tensor:
-        return x.amax((0, 2))
+        return x.amax((1, 3))
 
     def rms(x: Tensor) -> Tensor:
-        return (x.square().sum((0, 2)) / count.clamp(min=1)).sqrt()
+        return (x.square().sum((1, 3)) / count.clamp(min=1)).sqrt()
 
     def l2(x: Tensor) -> Tensor:
-        return x.square().sum((0, 2)).sqrt()
+        return x.square().sum((1, 3)).sqrt()
+
+    def by_cell(x: Tensor) -> Tensor:
+        return x.movedim(2, 1).flatten(2)
 
     relative = ratio_of(error, clean_ref.abs())
     ref_l2 = l2(clean_ref)
-    position_l2 = ratio_of(error.square().sum(2).sqrt(), clean_ref.square().sum(2).sqrt())
-    defect = torch.where(
-        wrong.any(2).any(0), 1.0, cosine_defect(clean_out.movedim(1, 0), clean_ref.movedim(1, 0))
-    )
+    position_l2 = ratio_of(error.square().sum(3).sqrt(), clean_ref.square().sum(3).sqrt())
+    defect = torch.where(wrong.sum((1, 3)) > 0, 1.0, cosine_defect(by_cell(clean_out), by_cell(clean_ref)))
 
     if bound is None:
         ratio, unbounded = error, torch.zeros_like(judged)
@@ -172,36 +191,34 @@ def _cell(out: Tensor, ref: Tensor, bound: Tensor | None, positions: Tensor) -> 
         ratio = torch.where(unbounded & ~wrong, 0.0, ratio_of(error, allowed))
         limit = _cosine_limit(l2(torch.where(judged, allowed, 0.0)), ref_l2)
     if stored == torch.bfloat16:
-        limit = _cosine_limit(l2(spacing / 2), ref_l2).clamp(min=COSINE_DEFECT_BF16)
+        limit = _cosine_limit(l2(half_ulp), ref_l2).clamp(min=COSINE_DEFECT_BF16)
 
-    heads = error.shape[1]
-    spot = torch.where(poison | mismatch, torch.inf, ratio)
-    worst = spot.movedim(1, 0).reshape(heads, -1).argmax(1).cpu()
-
-    def row(x: Tensor) -> Tensor:
-        return x.cpu().unsqueeze(0)
-
+    spot = by_cell(torch.where(poison | mismatch, torch.inf, ratio)).argmax(-1).cpu()
+    width = error.shape[3]
+    table = {
+        "count": count,
+        "max_abs": largest(error),
+        "rms_abs": rms(error),
+        "max_rel": largest(relative),
+        "rms_rel": rms(relative),
+        "max_ulp": largest(ratio_of(error, 2 * half_ulp)),
+        "rel_l2": ratio_of(l2(error), ref_l2),
+        "position_l2": position_l2.mean(1),
+        "cosine_defect": defect,
+        "cosine_limit": limit,
+        "bound_ratio": largest(ratio) if bound is not None else torch.full_like(ref_l2, torch.nan),
+        "unbounded": unbounded.sum((1, 3)),
+        "mask_mismatch": mismatch.sum((1, 3)),
+        "unwritten": poison.sum((1, 3)),
+        "floor_max": largest(half_ulp),
+        "floor_rms": rms(half_ulp) / 3**0.5,
+    }
     return Errors(
-        first=positions[:1],
-        last=positions[-1:],
-        count=row(count),
-        max_abs=row(largest(error)),
-        rms_abs=row(rms(error)),
-        max_rel=row(largest(relative)),
-        rms_rel=row(rms(relative)),
-        max_ulp=row(largest(ratio_of(error, spacing))),
-        rel_l2=row(ratio_of(l2(error), ref_l2)),
-        position_l2=row(position_l2.mean(0)),
-        cosine_defect=row(defect),
-        cosine_limit=row(limit),
-        bound_ratio=row(largest(ratio) if bound is not None else torch.full_like(ref_l2, torch.nan)),
-        unbounded=row(unbounded.sum((0, 2))),
-        mask_mismatch=row(mismatch.sum((0, 2))),
-        unwritten=row(poison.sum((0, 2))),
-        floor_max=row(largest(spacing / 2)),
-        floor_rms=row(rms(spacing / 2) / 3**0.5),
-        worst_position=positions[worst // error.shape[2]].unsqueeze(0),
-        worst_element=(worst % error.shape[2]).unsqueeze(0),
+        first=positions[:, 0],
+        last=positions[:, -1],
+        worst_position=positions.gather(1, spot // width),
+        worst_element=spot % width,
+        **{name: x.cpu() for name, x in table.items()},
     )
 
 
@@ -219,20 +236,20 @@ def _cosine_limit(error_l2: Tensor, ref_l2: Tensor) -> Tensor:
 
 
 def cosine_defect(x: Tensor, y: Tensor) -> Tensor:
-    """1 - cos(x, y) over all dimensions but the first: [H, ...] to [H].
+    """1 - cos(x, y) over the last dimension, float64.
 
     As half the square of |x/|x| - y/|y||, which does not cancel where the two are close. 0 for two zero
     vectors and 1 where only one is zero, or either is not finite.
     """
-    x, y = x.reshape(x.shape[0], -1).to(torch.float64), y.reshape(y.shape[0], -1).to(torch.float64)
+    x, y = x.to(torch.float64), y.to(torch.float64)
     nx, ny = _norm(x), _norm(y)
     difference = x / torch.where(nx == 0, 1.0, nx) - y / torch.where(ny == 0, 1.0, ny)
-    defect = difference.square().sum(1) / 2
-    defect = torch.where((nx == 0).squeeze(1) != (ny == 0).squeeze(1), 1.0, defect)
+    defect = difference.square().sum(-1) / 2
+    defect = torch.where((nx == 0).squeeze(-1) != (ny == 0).squeeze(-1), 1.0, defect)
     return torch.where(defect.isfinite(), defect, 1.0)
 
 
 def _norm(x: Tensor) -> Tensor:
-    """|x|_2 of each row, [H, 1], scaled so that squares neither overflow nor vanish."""
-    top = x.abs().amax(1, keepdim=True)
-    return top * (x / torch.where(top == 0, 1.0, top)).square().sum(1, keepdim=True).sqrt()
+    """|x|_2 over the last dimension, which is kept; scaled so that squares neither overflow nor vanish."""
+    top = x.abs().amax(-1, keepdim=True)
+    return top * (x / torch.where(top == 0, 1.0, top)).square().sum(-1, keepdim=True).sqrt()

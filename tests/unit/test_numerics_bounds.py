@@ -14,8 +14,8 @@ from k3_audit.audit.numerics import (
     U32,
     Bounded,
     Summation,
-    both,
     chain_gamma,
+    compound,
     dot,
     probabilistic_lambda,
     softmax_mean,
@@ -30,7 +30,7 @@ mpmath.mp.dps = 40
 
 
 def test_lambda_solves_its_own_equation():
-    """Put back into Higham and Mary's probability, the union over terms and outputs gives what was asked for."""
+    """Put back into Higham and Mary's probability, the union bound gives what was asked for."""
     lam = probabilistic_lambda(terms=7168, outputs=1000, failure_probability=1e-6)
     failure = 1000 * 7168 * 2 * math.exp(-((lam * (1 - U32)) ** 2) / 2)
     assert failure == pytest.approx(1e-6, rel=1e-9)
@@ -230,4 +230,4 @@ def test_rows_that_are_alike_do_not_suffer_from_wrong_weights():
 
 
 def test_relative_errors_compound():
-    assert both(0.1, 0.1) == pytest.approx(0.21)
+    assert compound(0.1, 0.1) == pytest.approx(0.21)
