@@ -175,6 +175,16 @@ class CFG:
         return found
 
     @cached_property
+    def loop_ends(self) -> frozenset[tuple[int, int]]:
+        """Edges by which a loop with only one place to go on is left: whoever enters it comes out there."""
+        found = set()
+        for loop in self.loops:
+            leaving = {(b, s) for b in loop.blocks for s in self.successors[b] if s not in loop.blocks}
+            if len({s for _, s in leaving}) == 1:
+                found |= leaving
+        return frozenset(found)
+
+    @cached_property
     def irreducible(self) -> bool:
         """True when some retreating edge does not end at a block that dominates its start."""
         position = {b: n for n, b in enumerate(self.order)}

@@ -29,10 +29,12 @@ class Uniform(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """The predicate value `value` is `holds` here."""
+    """The predicate value `value` is `holds` here. `waited` marks what is only known because a loop has ended: it
+    keeps no thread away."""
 
     value: int
     holds: bool
+    waited: bool = False
 
 
 ALL_THREADS: Interval = (0, 1023)
@@ -165,14 +167,15 @@ class Threads:
         if len(before) != 1:
             return None
         last = self.cfg.terminator(before[0])
-        if last is None or last.pred is None:
+        if last is None or last.pred is None or last.opcode == "trap":
             return None
         following = self.cfg._block_at(self.cfg.blocks[before[0]].end)
         if len(set(self.cfg.successors[before[0]])) < 2:
             return None
         register, negated = last.pred
         taken = block != following
-        return Fact(self.ssa.read(last.index, register), taken != negated)
+        waited = (before[0], block) in self.cfg.loop_ends
+        return Fact(self.ssa.read(last.index, register), taken != negated, waited)
 
     def facts(self, index: int) -> tuple[Fact, ...]:
         """Predicate values known whenever instruction `index` executes."""
@@ -203,6 +206,8 @@ class Threads:
         return found
 
     def restrict(self, who: Executors, fact: Fact) -> Executors:
+        if fact.waited:
+            return who
         understood = False
         for setp, holds in self._comparisons(fact.value, fact.holds):
             narrowed = self._apply(who, setp, holds)
