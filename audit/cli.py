@@ -60,20 +60,11 @@ def run(arguments: Sequence[str]) -> int:
         # The reader (`| head`) has gone: nothing is left to say, also not when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.ERROR
-    except (KeyboardInterrupt, click.Abort):
-        message = "interrupted"
-    except click.UsageError as e:
-        message = (
-            f"{e.format_message().rstrip('.')} (see {e.ctx.command_path if e.ctx else 'k3-audit'} --help)"
-        )
-    except click.ClickException as e:
-        message = e.format_message()
-    except Exception as e:
-        message = reason(e)
-    if debug:
-        traceback.print_exc()
-    complain(message)
-    return ExitCode.ERROR
+    except (Exception, KeyboardInterrupt) as e:
+        if debug:
+            traceback.print_exc()
+        complain(reason(e))
+        return ExitCode.ERROR
 
 
 def complain(message: str) -> None:
@@ -81,8 +72,15 @@ def complain(message: str) -> None:
     print(f"k3-audit: error: {' '.join(message.split())}", file=sys.stderr)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """What to tell a person about an exception, in one line."""
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        return "interrupted"
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "k3-audit"
+        return f"{error.format_message().rstrip('.')} (see {command} --help)"
+    if isinstance(error, click.ClickException):
+        return error.format_message()
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
@@ -164,21 +162,26 @@ def _terminal(output: Path | None) -> Iterator[Console]:
         return
     import io
 
-    from k3_audit.artifact.atomic import write_atomic
-
     text = io.StringIO()
     yield _console(text)
-    write_atomic(output, text.getvalue())
+    _write(text.getvalue(), output)
 
 
 def _emit(document: str, output: Path | None) -> None:
-    from k3_audit.artifact.atomic import write_atomic
-
     if output is None:
         sys.stdout.write(document)
     else:
+        _write(document, output)
+
+
+def _write(document: str, output: Path) -> None:
+    from k3_audit.artifact.atomic import write_atomic
+
+    try:
         # File names may hold bytes that are no text; JSON and XML must stay UTF-8.
         write_atomic(output, document.encode("utf-8", "backslashreplace"))
+    except OSError as e:
+        raise click.ClickException(f"the report cannot be written to {output}: {e.strerror}") from e
 
 
 @contextmanager

@@ -371,8 +371,6 @@ def main(arguments: Sequence[str]) -> int:
     """Exit code of one command line: 0 done, 1 refused, 3 error in one line."""
     try:
         return int(command.main(list(arguments), prog_name="regenerate.py", standalone_mode=False) or 0)
-    except click.ClickException as e:
-        cli.complain(f"{e.format_message()} (see python golden/regenerate.py --help)")
     except Exception as e:
         cli.complain(cli.reason(e))
     return ExitCode.ERROR

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -26,7 +25,7 @@ _LEVEL = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "
 
 
 def _uri(path: str) -> str:
-    return PurePath(path).as_uri() if PurePath(path).is_absolute() else quote(path, safe="/")
+    return ("file://" if path.startswith("/") else "") + quote(path, safe="/", errors="replace")
 
 
 def _location(path: str, line: int, text: str = "") -> dict[str, Any]:
@@ -112,7 +111,9 @@ def _rule(rule_id: str) -> dict[str, Any]:
     }
 
 
-def _document(results: list[dict[str, Any]], broken: Sequence[str]) -> str:
+def _document(reports: Sequence[KernelReport], more: Iterable[dict[str, Any]] = ()) -> str:
+    results, broken = _split(reports)
+    results += more
     ids = sorted({r["ruleId"] for r in results})
     for result in results:
         result["ruleIndex"] = ids.index(result["ruleId"])
@@ -123,6 +124,7 @@ def _document(results: list[dict[str, Any]], broken: Sequence[str]) -> str:
         },
         "columnKind": "unicodeCodePoints",
         "invocations": [{"executionSuccessful": not broken, "toolExecutionNotifications": notifications}],
+        "artifacts": [{"location": {"uri": _uri(file)}} for file in dict.fromkeys(r.file for r in reports)],
         "results": results,
     }
     document = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
@@ -144,12 +146,11 @@ def _split(reports: Iterable[KernelReport]) -> tuple[list[dict[str, Any]], list[
 
 
 def scan(reports: Sequence[KernelReport], texts: Mapping[str, str]) -> str:
-    return _document(*_split(reports))
+    return _document(reports)
 
 
 def gate(result: GateResult, texts: Mapping[str, str]) -> str:
-    results, broken = _split(report for row in result.rows for report in row.reports)
-    results += [_problem(p, None) for p in result.problems]
+    problems = [_problem(p, None) for p in result.problems]
     # What the auditor found is there as itself; the gate's own row about it would say it twice.
-    results += [_problem(p, r) for r in result.rows for p in r.problems if not p.kind.startswith("audit-")]
-    return _document(results, broken)
+    problems += [_problem(p, r) for r in result.rows for p in r.problems if not p.kind.startswith("audit-")]
+    return _document([report for row in result.rows for report in row.reports], problems)
