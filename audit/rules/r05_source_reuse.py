@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ..findings import Finding, Severity
 from ..ptx.effects import Access
@@ -52,7 +53,7 @@ def _passes_sync_only(s: Subject, early: dict[int, int], i: int, w: int, alone: 
     issuer = s.executors(i)
     route = s.order.trace(early, w, [i])
     # The route must be one that the issuing thread itself can take.
-    for before, node in zip(route, route[1:], strict=False):
+    for before, node in pairwise(route):
         here = s.order.entering(before, node)
         if here is not None and here.disjoint(issuer):
             return True

@@ -36,7 +36,11 @@ def _deciding(s: Subject, loop: Loop, inside: set[int]) -> set[int]:
     work = []
     for b in loop.blocks:
         last = s.cfg.terminator(b)
-        if last is not None and last.pred is not None and any(t not in loop.blocks for t in s.cfg.successors[b]):
+        if (
+            last is not None
+            and last.pred is not None
+            and any(t not in loop.blocks for t in s.cfg.successors[b])
+        ):
             work.append(s.ssa.read(last.index, last.pred[0]))
     seen: set[int] = set()
     found: set[int] = set()
@@ -50,7 +54,9 @@ def _deciding(s: Subject, loop: Loop, inside: set[int]) -> set[int]:
         if value.index in inside:
             found.add(value.index)
             if s.effects[value.index].kind not in (Kind.LOAD, Kind.ATOMIC):
-                work.extend(s.ssa.read(value.index, r) for r in used(s.body[value.index]) if r in s.function.registers)
+                work.extend(
+                    s.ssa.read(value.index, r) for r in used(s.body[value.index]) if r in s.function.registers
+                )
     return found
 
 
@@ -84,8 +90,8 @@ def check(s: Subject) -> Iterator[Finding]:
                 fix=f"poll with ld.acquire at the scope of both parties ({s.body[i].name} is weak)",
             )
         elif guarded:
-            kind = ".volatile orders nothing but itself" if access.sem == "volatile" else "a relaxed load orders "
-                   "nothing"
+            volatile = ".volatile orders nothing but itself"
+            kind = volatile if access.sem == "volatile" else "a relaxed load orders nothing"
             yield s.finding(
                 "R07",
                 Severity.ERROR,
@@ -114,7 +120,12 @@ def _depends(s: Subject, i: int, poll: int) -> bool:
     """A plain read that other threads' writes could feed: not of weights, not of what the poll itself reads."""
     flag = {b for b, _ in s.address(poll, s.effects[poll].accesses[0]).parts}
     for a in s.effects[i].accesses:
-        if not a.reads or a.role not in ("data", "tensor") or a.sem != "weak" or a.space not in ("global", "generic"):
+        if (
+            not a.reads
+            or a.role not in ("data", "tensor")
+            or a.sem != "weak"
+            or a.space not in ("global", "generic")
+        ):
             continue
         bases = {b for b, _ in s.address(i, a).parts}
         if bases & flag or a.proxy == "noncoherent":

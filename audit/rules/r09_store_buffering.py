@@ -57,11 +57,13 @@ def _decides(s: Subject, load: int) -> bool:
     """The loaded value feeds a branch or a predicate."""
 
     values = {s.ssa.written(load, r) for r in defined(s.body[load])}
-    for ins in s.body:
-        if ins.opcode in ("setp", "set", "selp") and s.cfg.block_of[ins.index] in s.cfg.reachable:
-            if any(s.ssa.read(ins.index, r) in values for r in used(ins) if r in s.function.registers):
-                return True
-    return False
+    tests = (
+        i
+        for i in s.body
+        if i.opcode in ("setp", "set", "selp") and s.cfg.block_of[i.index] in s.cfg.reachable
+    )
+    registers = s.function.registers
+    return any(s.ssa.read(i.index, r) in values for i in tests for r in used(i) if r in registers)
 
 
 _PASSING = snippet(
