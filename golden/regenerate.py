@@ -130,7 +130,9 @@ def renew_reference(lock: Lock, tree: Tree, reason: str) -> tuple[Lock, str]:
     new = expected_values()
     moved = Values.load(LOGITS).difference(new) if LOGITS.exists() else math.inf
     before = lock.reference
-    if before is None or before.sha256 != tree.reference:
+    if before is None:
+        what = "it was not locked before"
+    elif before.sha256 != tree.reference:
         what = "its files changed"
     elif moved > SAME:
         what = "its values changed"
