@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.longctx, pytest.mark.gpu]
 
 CONFIG = "rank"  # kernel-true shapes of one TP8 rank, 13 layers, up to 7 bank rows
 PROMPTS = {"cpython-lib": 32768, "jargon-file": 32768}
+STACK_PROMPTS = ("cpython-lib",)  # the standard path reads 32K tokens in a minute and a half
 WINDOWS = 64
 
 
@@ -145,7 +146,7 @@ def bank_row_skipped(op: AttnRes) -> AttnRes:
     return defective
 
 
-@pytest.mark.parametrize("prompt_id", PROMPTS)
+@pytest.mark.parametrize("prompt_id", STACK_PROMPTS)
 def test_layer_stack(prompt_id: str, artifact: Artifact, evidence) -> None:
     """Teacher-forced decode of every window by the fused and the standard path, from one prefilled state.
 

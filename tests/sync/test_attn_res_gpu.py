@@ -13,7 +13,7 @@ from layers import Layers, producer, with_ptx
 
 pytestmark = [pytest.mark.sync, pytest.mark.gpu]
 
-REPLAYS = 4000
+REPLAYS = 12000
 CTAS, WARPS, ROUNDS = 7, 4, 2
 MODES = ("chained", "eager")
 
@@ -90,7 +90,7 @@ def test_power(artifact: Artifact, previous: Artifact, evidence, seed: int) -> N
             good = hammer(artifact, previous, 8, seed, mode)
             h = hammer(broken, previous, 8, seed, mode)
             h.expected = good.expected
-            got = h.run(REPLAYS // 10, until_weak=True, mode=mode)
+            got = h.run(REPLAYS // 30, until_weak=True, mode=mode)
             counts[f"{name}_{mode}_steps"] = got.steps
             counts[f"{name}_{mode}_weak"] = got.weak
             first = first or got.weak
