@@ -75,7 +75,7 @@ def check(s: Subject) -> Iterator[Finding]:
     for loop, i, access in polls(s):
         if access.sem in ("acquire", "acq_rel", "mmio"):
             continue
-        came = s.order.search([i], stop=lambda j: _acquires(s, j, access), sync=False)
+        came = s.order.search([i], stop=lambda j: _acquires(s, j), sync=False)
         leaves = [n for n in came if (b := s.order.block(n)) is not None and b not in loop.blocks]
         guarded = [j for j in sorted(leaves) if j < len(s.body) and _depends(s, j, i)]
         if access.sem == "weak":
@@ -107,7 +107,7 @@ def check(s: Subject) -> Iterator[Finding]:
             )
 
 
-def _acquires(s: Subject, i: int, access: Access) -> bool:
+def _acquires(s: Subject, i: int) -> bool:
     e = s.effects[i]
     if e.kind is Kind.FENCE:
         return e.acquires
