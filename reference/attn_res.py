@@ -1,5 +1,4 @@
-"""AttnRes: attention over earlier block sums takes the place of the residual stream (report arXiv
-2607.24653).
+"""AttnRes: attention over earlier block sums takes the place of the residual stream (arXiv 2607.24653).
 
 Per token there is a `prefix` (the running sum of sublayer outputs in the current block) and a `bank` of the
 prefixes of the blocks before it; row 0 is the token embedding. A sublayer reads a softmax mixture of all
@@ -19,11 +18,10 @@ from .rounding import EXACT, Rounding
 
 
 def mix(rows: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float, rd: Rounding = EXACT) -> Tensor:
-    """Mixture of `rows` (each `[..., E]`) by a softmax over one logit per row; `norm [E]`, `proj [1, E]` or
-    `[E]`.
+    """Mixture of `rows`, each `[..., E]`, by a softmax over one logit per row.
 
-    A logit is the row's RMSNorm, without weight, times `norm * proj`. The mixture sums the raw rows. The
-    logits and weights are never rounded. A single row is returned as it is.
+    A logit is the row's RMSNorm, without weight, times `norm * proj` (`norm [E]`, `proj [1, E]` or `[E]`).
+    The mixture sums the raw rows. Logits and weights are never rounded. A single row is returned as it is.
     """
     if len(rows) == 1:
         return rows[0]

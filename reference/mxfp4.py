@@ -1,8 +1,7 @@
 """MXFP4: 4-bit floats (E2M1) in groups of 32 with a shared power-of-two scale (E8M0).
 
 OCP Microscaling Formats 1.0. In the checkpoint a byte holds two columns, the even one in the low nibble; a
-nibble is a sign bit and a 3-bit code of the magnitude; a scale byte `e` means `2^(e - 127)`, and 255 is
-NaN.
+nibble is a sign bit and a 3-bit code of the magnitude; a scale byte `e` means `2^(e - 127)`, 255 NaN.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64) ->
 
 
 def encode(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `x [..., n]` to `(packed, scale)`: the OCP rule for the scale, then nearest value, ties to
-    even code.
+    """Quantise `x [..., n]` to `(packed, scale)`: the nearest value in the OCP scale, ties to even codes.
 
-    The scale is `2^(floor(log2(max |x|)) - 2)` in each group, so a maximum between 6 and 8 times the scale
+    The scale of a group is `2^(floor(log2(max |x|)) - 2)`, so a maximum between 6 and 8 times the scale
     saturates to 6. `encode(decode(p, s))` keeps the values, not always the bytes. Raises ValueError if `n`
     is no multiple of 32 or a value is not finite.
     """
