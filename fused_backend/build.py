@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import re
 import sys
 import tempfile
@@ -150,6 +151,21 @@ def build(kernel: str, arch: str, store: Store, *, force: bool = False) -> tuple
         ) from e
     store.put(artifact, key)
     return artifact, True
+
+
+def current(kernel: str, arch: str, store: Store) -> Artifact:
+    """The artifact of the sources as they are now: built, or from the store where the toolkit is not installed.
+
+    Raises BuildError where the store holds another version.
+    """
+    if importlib.util.find_spec("cutlass") is not None:
+        return build(kernel, arch, store)[0]
+    artifact = store.get(kernel, arch)
+    if artifact.sources != source_hashes(kernel):
+        raise BuildError(
+            f"{store.root} holds {kernel} of other sources; run `k3-audit build` where the toolkit is"
+        )
+    return artifact
 
 
 def _job(kernel: str, arch: str, root: str, force: bool) -> tuple[str, str, bool]:

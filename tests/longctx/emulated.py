@@ -74,7 +74,7 @@ def captured() -> tuple[records.Prompt, dict[str, Mix]]:
 
 @cache
 def artifact(arch: str) -> Artifact:
-    return build.build("attn_res", arch, Store())[0]
+    return build.current("attn_res", arch, Store())
 
 
 def judged(kernel: Artifact, name: str, mix: Mix) -> tuple[Judgement, list[str]]:

@@ -14,7 +14,7 @@ from k3_audit.audit.findings import Verdict
 from k3_audit.audit.numerics import judge, measure_logits
 from k3_audit.audit.prompts import load_manifest, tokens
 from k3_audit.audit.tokenizer import ByteTokenizer
-from k3_audit.fused_backend import standard
+from k3_audit.fused_backend import build, standard
 from k3_audit.fused_backend.executor import AttnRes, FusedAttnRes, FusedModel
 from k3_audit.fused_backend.launch import Launcher, architecture
 from k3_audit.fused_backend.support import Support
@@ -70,7 +70,7 @@ def reference_run(prompt_id: str) -> Run:
 
 @pytest.fixture(scope="module")
 def artifact() -> Artifact:
-    return Store().get("attn_res", architecture())
+    return build.current("attn_res", architecture(), Store())
 
 
 def replayed(op: AttnRes, mix: Mix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ SCHEDULES = ({"schedule": "eager"}, {"schedule": "random"}, {"schedule": "random
 
 @cache
 def artifact(arch: str) -> Artifact:
-    return build.build("attn_res", arch, Store())[0]
+    return build.current("attn_res", arch, Store())
 
 
 class Operands:

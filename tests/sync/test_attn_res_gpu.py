@@ -8,6 +8,7 @@ from defects import SEEN_BY_AUDITOR, SEEN_BY_HARDWARE
 from k3_audit.artifact import Artifact, Store
 from k3_audit.audit.findings import Verdict
 from k3_audit.audit.stress.hammer import Hammer, Histogram
+from k3_audit.fused_backend import build
 from k3_audit.fused_backend.launch import architecture
 from layers import Layers, producer, with_ptx
 
@@ -20,7 +21,7 @@ MODES = ("chained", "eager")
 
 @pytest.fixture(scope="module")
 def artifact() -> Artifact:
-    return Store().get("attn_res", architecture())
+    return build.current("attn_res", architecture(), Store())
 
 
 @pytest.fixture(scope="module")
