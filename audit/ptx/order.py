@@ -97,6 +97,7 @@ class Order:
         by_block: dict[int, list[int]] = {}
         for i in self.events:
             by_block.setdefault(self.cfg.block_of[i], []).append(i)
+        self._last = {b: found[-1] for b, found in by_block.items()}
         for b in self.cfg.order:
             if b == self.cfg.exit:
                 continue
@@ -233,6 +234,29 @@ class Order:
                 came[n] = node
                 queue.append(n)
         return came
+
+    def seen_by(
+        self, user: int, index: int, stop: Callable[[int], bool] = lambda i: False
+    ) -> tuple[dict[int, int], int]:
+        """Nodes that the threads executing `user` reach, in program order, after the place where instruction `index`
+        is or would be executed; with the node that the search started from.
+
+        Threads that do not execute `index` themselves are followed from the last block that all paths to either
+        pass: what they meet after it is not ordered after `index` unless a stop says so.
+        """
+        who = self.threads.executors(user)
+
+        def enter(before: int, node: int) -> bool:
+            here = self.entering(before, node)
+            return here is None or not here.disjoint(who)
+
+        start = index
+        if self.threads.executors(index).disjoint(who):
+            block = self.cfg.block_of[index]
+            while not self.cfg.block_dominates(block, self.cfg.block_of[user]):
+                block = self.cfg.idom[block]
+            start = self._last.get(block, self.head(block))
+        return self.search([start], stop, sync=False, enter=enter), start
 
     def trace(self, came: dict[int, int], goal: int, starts: Iterable[int]) -> list[int]:
         """Nodes from the start of a search to `goal`."""

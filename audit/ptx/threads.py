@@ -355,62 +355,65 @@ class Threads:
         ((atom, c),) = form.terms
         if c != 1:
             return None
-        subject = self._subject(atom)
+        subject, scale = self._subject(atom)
         if subject == "thread":
-            who = replace(who, threads=_meet(who.threads, interval))
-            if who.threads != ALL_THREADS:
-                low, high = who.threads
-                top = min(high, self._count - 1)
-                who = replace(who, threads=(low, top), warps=_meet(who.warps, (low // 32, top // 32)))
-            return who
+            low, high = interval[0] * scale, interval[1] * scale + scale - 1
+            low, high = _meet(_meet(who.threads, (low, high)), (0, self._count - 1))
+            everyone = (low, high) == (0, self._count - 1)
+            return (
+                who
+                if everyone
+                else replace(who, threads=(low, high), warps=_meet(who.warps, (low // 32, high // 32)))
+            )
         if subject == "lane":
             return replace(who, lanes=_meet(who.lanes, interval))
-        if subject == "warp":
-            return replace(who, warps=_meet(who.warps, interval))
         if subject == "rank":
             return replace(who, ranks=_meet(who.ranks, interval))
         return None
 
     @cached_property
-    def _subjects(self) -> dict[object, str]:
+    def _subjects(self) -> dict[object, tuple[str, int]]:
         return {}
 
-    def _subject(self, atom: object) -> str:
-        """What an atom counts: "thread", "lane", "warp", "rank", or ""."""
+    def _subject(self, atom: object) -> tuple[str, int]:
+        """What an atom counts: "thread" (in groups of so many threads), "lane", "rank", or ""."""
         if atom not in self._subjects:
-            self._subjects[atom] = ""
+            self._subjects[atom] = ("", 1)
             self._subjects[atom] = self._find_subject(atom)
         return self._subjects[atom]
 
-    def _find_subject(self, atom: object) -> str:
+    def _find_subject(self, atom: object) -> tuple[str, int]:
         assert isinstance(atom, tuple)
+        unknown = ("", 1)
         if atom[0] == "reg":
             if atom[1] in ("%cluster_ctarank", "%cluster_ctaid.x", "%ctaid.x"):
-                return "rank"
+                return "rank", 1
             if atom[1] == "%tid" or (atom[1] == "%tid.x" and self._flat):
-                return "thread"
-            return "lane" if atom[1] == "%laneid" else ""
+                return "thread", 1
+            return ("lane", 1) if atom[1] == "%laneid" else unknown
         if atom[0] != "value" or atom[1] < 0:
-            return ""
+            return unknown
         ins = self.ssa.definition(atom[1])
         if ins is None or ins.pred is not None or len(ins.operands) < 2:
-            return ""
+            return unknown
         inner = self._plain(self.provenance.operand_affine(ins, ins.operands[1]))
-        source = (
-            self._subject(inner.terms[0][0])
-            if len(inner.terms) == 1 and inner.terms[0][1] == 1 and not inner.const
-            else ""
-        )
+        if dict(inner.terms) == self._linear and not inner.const:
+            inner = Affine(0, ((("reg", "%tid"), 1),))
+        if len(inner.terms) != 1 or inner.terms[0][1] != 1 or inner.const:
+            return unknown
+        source, scale = self._subject(inner.terms[0][0])
         if ins.opcode == "shfl":
-            return source if source in ("warp", "rank") else ""
-        if len(ins.operands) < 3 or source not in ("thread",):
-            return ""
+            return (source, scale) if source == "rank" or scale % 32 == 0 else unknown
+        if len(ins.operands) < 3 or source != "thread":
+            return unknown
         by = self.provenance.operand_affine(ins, ins.operands[2]).constant
-        if (ins.opcode, by) in (("shr", 5), ("div", 32)):
-            return "warp"
-        if (ins.opcode, by) in (("and", 31), ("rem", 32)):
-            return "lane"
-        return ""
+        if ins.opcode == "shr" and by is not None and 0 <= by < 16:
+            return "thread", scale << by
+        if ins.opcode == "div" and by is not None and 0 < by <= 1024:
+            return "thread", scale * by
+        if scale == 1 and (ins.opcode, by) in (("and", 31), ("rem", 32)):
+            return "lane", 1
+        return unknown
 
     # -- uniformity ---------------------------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ def _remote(s: Subject, init: int, own: Access, users: list[tuple[int, Access]])
     if not users:
         return None
     waits = set(s.find(Kind.CLUSTER_BARRIER, op="wait"))
-    came = s.order.search([init], stop=waits.__contains__, sync=False)
     for i, a in users:
+        came, start = s.order.seen_by(i, init, stop=waits.__contains__)
         if i in came:
             return _finding(
                 s, init, own, i, a,
@@ -46,7 +46,7 @@ def _remote(s: Subject, init: int, own: Access, users: list[tuple[int, Access]])
                 "mbarrier.init -> fence.mbarrier_init.release.cluster -> cluster barrier -> remote use",
                 "after the init: fence.mbarrier_init.release.cluster, barrier.cluster.arrive.relaxed, and "
                 f"barrier.cluster.wait before line {s.body[i].line}",
-                s.order.trace(came, i, [init]),
+                s.order.trace(came, i, [start]),
             )  # fmt: skip
     fences = {i for i in s.find(Kind.FENCE) if _publishes(s, i)}
     unfenced = s.order.search([init], stop=lambda i: i in fences or i in waits, sync=False)
@@ -75,23 +75,25 @@ def _publishes(s: Subject, i: int) -> bool:
 def _local(s: Subject, init: int, own: Access, users: list[tuple[int, Access]]) -> Finding | None:
     """Used in this CTA by threads other than the initialising one: a barrier must lie between."""
     who = s.executors(init)
-    came = s.order.search([init], stop=lambda i: _joins(s, i, init), sync=False)
     for i, a in users:
         here = s.executors(i)
         alone = who.one_thread and here.one_thread and who.includes(here)
-        if i in came and not alone:
+        if alone:
+            continue
+        came, start = s.order.seen_by(i, init, stop=lambda j: _joins(s, j))
+        if i in came:
             return _finding(
                 s, init, own, i, a,
                 f"an mbarrier that {who} initialises is used by {here} with no barrier between",
                 "mbarrier.init -> CTA barrier -> use by another thread",
                 f"bar.sync (or a cluster barrier) for all users between lines {s.body[init].line} and "
                 f"{s.body[i].line}",
-                s.order.trace(came, i, [init]),
+                s.order.trace(came, i, [start]),
             )  # fmt: skip
     return None
 
 
-def _joins(s: Subject, i: int, init: int) -> bool:
+def _joins(s: Subject, i: int) -> bool:
     """A barrier at which the initialising thread meets the others."""
     e = s.effects[i]
     if e.kind is Kind.BARRIER:

@@ -74,31 +74,22 @@ def _outlives(s: Subject, access: int, waits: list[int]) -> bool:
     that could execute a wait are followed, and, where the wait is for one CTA of the cluster, only in that
     CTA: the others receive nothing there.
     """
-    exit_node = s.order.exit
+    stops = set(waits)
     for w in waits:
         who = s.executors(w)
 
-        def possible(before: int, node: int, who: Executors = who) -> bool:
+        def enter(before: int, node: int, who: Executors = who) -> bool:
             here = s.order.entering(before, node)
             if here is None:
                 return True
             apart = here.ranks[1] < who.ranks[0] or who.ranks[1] < here.ranks[0]
             return not apart and not here.disjoint(who)
 
-        same = possible(access, access)
-        starts = [access] if same else [s.order.head(_meeting_block(s, access, w))]
-        reached = s.order.search(starts, stop=set(waits).__contains__, sync=False, enter=possible)
-        if exit_node not in reached:
+        start = s.order.seen_by(w, access)[1]
+        reached = s.order.search([start], stop=stops.__contains__, sync=False, enter=enter)
+        if s.order.exit not in reached:
             return True
     return False
-
-
-def _meeting_block(s: Subject, a: int, b: int) -> int:
-    """The last block that every path to either of two instructions passes."""
-    block = s.cfg.block_of[a]
-    while not s.cfg.block_dominates(block, s.cfg.block_of[b]):
-        block = s.cfg.idom[block]
-    return block
 
 
 def _finding(
