@@ -28,6 +28,7 @@ Selection = Any  # slice(None) | integer array
 WARP = 32
 GARBAGE = 0x7FBADBAD  # what an unwritten register holds: a NaN, and an address that is not mapped
 EVERYONE = slice(None)
+FULL = np.uint32(0xFFFFFFFF)  # the membermask of a whole warp
 
 Dim = tuple[int, int, int]
 
@@ -231,7 +232,7 @@ class Grid:
         None: the selection may execute as it is. Otherwise the lanes that may execute now (perhaps none); the
         others are parked at `pc`, and a later arrival takes them along.
         """
-        if sel is EVERYONE and self.alive.all():
+        if sel is EVERYONE and self.alive.all() and (mask(self, sel) == FULL).all():
             return None
         here = self.lanes(sel)
         waiting = self.parked.pop(pc, None)

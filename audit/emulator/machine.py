@@ -183,14 +183,15 @@ class Machine:
     def _draw_priorities(self, g: Grid) -> None:
         """Random priorities to random units; few different ones, so that lanes still run together."""
         unit = self._units(g)
-        levels = int(self.rng.integers(1, 5))
+        levels = int(self.rng.integers(2, 5))
         g.priority[:] = self.rng.integers(0, levels, int(unit.max()) + 1)[unit]
         g.priority[:] += int(self.rng.integers(0, 3)) * 4  # the launch as a whole, against its neighbours
         self.lowest_rank = max(self.lowest_rank, int(g.priority.max()))
 
     def _units(self, g: Grid) -> Array:
-        kind = int(self.rng.integers(0, 4))
-        return (g.warp, g.slot, g.slot // g.cluster_size, np.zeros(g.n, np.int64))[kind]
+        """The number of each lane's unit: its warp, CTA or cluster, whichever there are several of."""
+        kinds = [k for k in (g.warp, g.slot, g.slot // g.cluster_size) if k[-1] > 0]
+        return kinds[int(self.rng.integers(0, len(kinds)))] if kinds else g.warp
 
     def _change_priorities(self) -> None:
         """Move one random unit of one running launch to the lowest priority."""
@@ -210,7 +211,9 @@ class Machine:
 
     # -- groups -----------------------------------------------------------------------------------------
 
-    def go(self, g: Grid, lanes: Array, pc: int, spins: int = 0, epoch: int | None = None) -> None:
+    def go(
+        self, g: Grid, lanes: Array, pc: int, spins: int = 0, epoch: int | None = None, digest: Any = None
+    ) -> None:
         """Make lanes runnable at `pc`."""
         if not lanes.size:
             return
@@ -219,7 +222,7 @@ class Machine:
         ranks = g.priority[lanes]
         first = int(ranks[0])
         if not self.random or (ranks == first).all():
-            self.ready.append(Group(g, pc, lanes, first, epoch, spins))
+            self.ready.append(Group(g, pc, lanes, first, epoch, spins, digest))
         else:
             for rank in np.unique(ranks).tolist():
                 self.ready.append(Group(g, pc, lanes[ranks == rank], rank, epoch, spins))
@@ -232,19 +235,17 @@ class Machine:
             return
         spins = self.current.spins + 1
         if spins % SPINS:
-            self.go(g, lanes, to, spins)
+            self.go(g, lanes, to, spins, digest=self.current.digest)
             return
         self.advance()
         digest = self._digest(g, lanes, to)
-        epoch = self.current.epoch + 1
+        # Random priorities mean little if every loop gives way; a poll that counts its tries must, some time.
+        epoch = self.current.epoch + (not self.random or bool(self.rng.random() < 0.1))
         if digest is not None and digest == self.current.digest:
             self.stuck.append(Group(g, to, lanes, int(g.priority[lanes[0]]), epoch, spins))
             self.stuck_since = self.progress
             return
-        before = len(self.ready)
-        self.go(g, lanes, to, spins, epoch)
-        for group in self.ready[before:]:
-            group.digest = digest if group.lanes.size == lanes.size else None
+        self.go(g, lanes, to, spins, epoch, digest)
 
     def give_way(self, g: Grid, lanes: Array, pc: int) -> None:
         """Let everyone else run first."""
@@ -366,7 +367,7 @@ class Machine:
                 if stop is not None:
                     break
                 if self.changed or pc >= limit:
-                    self.go(g, group.lanes, pc, group.spins)
+                    self.go(g, group.lanes, pc, group.spins, digest=group.digest)
                     break
         except Fault as e:
             e.settle(g.lanes(sel))
