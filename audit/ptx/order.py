@@ -209,6 +209,10 @@ class Order:
         width_a, width_b = bytes_of(self.body[i], a), bytes_of(self.body[j], b)
         return may_overlap(self.address(i, a), width_a, self.address(j, b), width_b)
 
+    def is_sync_edge(self, a: int, b: int) -> bool:
+        """The edge leads from one thread to another, or to an object between them."""
+        return (a, b) in self._sync_edges
+
     def search(
         self,
         starts: Iterable[int],

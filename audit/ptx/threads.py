@@ -68,7 +68,7 @@ class Executors:
     @property
     def one_lane(self) -> bool:
         """At most one thread of each warp."""
-        return self.elected or self.lanes[0] == self.lanes[1]
+        return self.elected or self.lanes[0] == self.lanes[1] or self.threads[0] == self.threads[1]
 
     @property
     def one_thread(self) -> bool:

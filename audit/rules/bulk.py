@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..ptx.effects import Access, Kind
+from ..ptx.ir import Imm
 from ..subject import Subject
 from .memory import SHARED
+
+_DEEPEST = 8  # outstanding groups that are told apart
 
 
 def grouped_stores(s: Subject) -> list[tuple[int, Access, Access]]:
@@ -27,7 +32,45 @@ def is_wait(s: Subject, i: int, also_read: bool) -> bool:
     return e.kind is Kind.BULK_GROUP and (e.op == "wait" or (also_read and e.op == "wait_read"))
 
 
-def same_threads(s: Subject, i: int):
+def _allowed(s: Subject, wait: int) -> int:
+    """N of `wait_group N`: how many later groups may still be outstanding."""
+    number = s.body[wait].operands[0] if s.body[wait].operands else None
+    return number.value if isinstance(number, Imm) and isinstance(number.value, int) else 0
+
+
+class Outstanding:
+    """Where one bulk store may not be complete yet.
+
+    `came` holds the nodes that are reached from the store before a wait that covers its group, each with the node
+    before; `waits` the covering waits. A wait for all but N groups covers the store when more than N commits lie
+    between. With `own` only paths of the issuing thread are followed.
+    """
+
+    def __init__(self, s: Subject, store: int, also_read: bool, own: bool) -> None:
+        self.came: dict[int, int] = {}
+        self.waits: list[int] = []
+        enter = same_threads(s, store)
+        seen = {(store, 0)}
+        stack = [(store, 0)]
+        for node, commits in stack:
+            if node != store and node < len(s.body):
+                e = s.effects[node]
+                if is_wait(s, node, also_read) and commits > _allowed(s, node):
+                    self.waits.append(node)
+                    continue
+                if e.kind is Kind.BULK_GROUP and e.op == "commit":
+                    commits = min(commits + 1, _DEEPEST)
+            for n in s.order.successors.get(node, ()):
+                if n > s.order.exit or (n, commits) in seen or s.order.is_sync_edge(node, n):
+                    continue
+                if own and not enter(node, n):
+                    continue
+                seen.add((n, commits))
+                self.came.setdefault(n, node)
+                stack.append((n, commits))
+
+
+def same_threads(s: Subject, i: int) -> Callable[[int, int], bool]:
     """Follow only what the threads that execute instruction `i` can execute."""
     who = s.executors(i)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..findings import Finding, Severity
-from ..ptx.effects import Access
+from ..ptx.effects import Access, Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
 from .memory import async_shared_reads, exact, generic_shared, groups
@@ -22,11 +22,26 @@ def check(s: Subject) -> Iterator[Finding]:
         ]
         if not overlapping:
             continue
-        near = s.order.search(readers, stop=s.order.syncs, backward=True, sync=False)
+        near = s.order.search(readers, stop=lambda i: _meets(s, i), backward=True, sync=False)
+        warps = s.order.search(readers, stop=s.order.syncs, backward=True, sync=False)
         for w, b in overlapping:
-            if w in near and not _same_thread(s, w, index):
+            if (
+                w in near
+                and not _same_thread(s, w, index)
+                and not (w not in warps and _same_warp(s, w, index))
+            ):
                 reported.add(w)
                 yield _finding(s, w, b, index, access, s.order.trace(near, w, readers)[::-1])
+
+
+def _meets(s: Subject, i: int) -> bool:
+    """More than a warp meets here."""
+    return s.order.syncs(i) and s.effects[i].kind is not Kind.WARP_BARRIER
+
+
+def _same_warp(s: Subject, w: int, r: int) -> bool:
+    a, b = s.executors(w), s.executors(r)
+    return a.one_warp and b.one_warp and a.warps == b.warps
 
 
 def _same_thread(s: Subject, w: int, r: int) -> bool:

@@ -8,7 +8,7 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .bulk import grouped_stores, is_wait, same_threads
+from .bulk import Outstanding, grouped_stores, is_wait
 from .memory import narrow
 
 
@@ -17,13 +17,14 @@ def check(s: Subject) -> Iterator[Finding]:
     if not announcements:
         return
     for i, _, _ in grouped_stores(s):
-        came = s.order.search(
-            [i], stop=lambda j: is_wait(s, j, also_read=False), sync=False, enter=same_threads(s, i)
-        )
-        flag = next((j for j in sorted(came) if j in announcements), None)
+        came = dict(Outstanding(s, i, also_read=False, own=True).came)
+        # Other threads may announce after meeting the issuing one.
+        met = [j for j in came if j < len(s.body) and _meets(s, j)]
+        beyond = s.order.search(met, stop=lambda j: is_wait(s, j, also_read=False), sync=False)
+        flag = next((j for j in sorted({*came, *beyond}) if j in announcements), None)
         if flag is None:
             continue
-        route = s.order.trace(came, flag, [i])
+        route = s.order.trace(came | {n: p for n, p in beyond.items() if n not in came}, flag, [i])
         reads = [j for j in route if j < len(s.body) and is_wait(s, j, also_read=True)]
         what = (
             f"the wait at line {s.body[reads[-1]].line} is the .read form, which waits for the source only"
@@ -44,6 +45,10 @@ def check(s: Subject) -> Iterator[Finding]:
             path=route,
         )
         return
+
+
+def _meets(s: Subject, i: int) -> bool:
+    return s.effects[i].kind in (Kind.BARRIER, Kind.CLUSTER_BARRIER, Kind.WARP_BARRIER, Kind.MBARRIER)
 
 
 def _announces(s: Subject, i: int) -> bool:

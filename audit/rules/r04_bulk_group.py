@@ -8,7 +8,7 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .bulk import grouped_stores, is_wait, same_threads
+from .bulk import Outstanding, grouped_stores, is_wait, same_threads
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -24,8 +24,8 @@ def check(s: Subject) -> Iterator[Finding]:
                 s.order.trace(open_, s.order.exit, [i]),
             )  # fmt: skip
             return
-        closing = [j for j in open_ if j in commits]
-        left = s.order.search(closing, stop=set(waits).__contains__, sync=False, enter=enter)
+
+        left = Outstanding(s, i, also_read=True, own=True).came
         if s.order.exit in left:
             foreign = [w for w in waits if s.executors(w).disjoint(s.executors(i))]
             message = (
@@ -37,7 +37,7 @@ def check(s: Subject) -> Iterator[Finding]:
             yield _finding(
                 s, i, foreign[:1], message, "commit_group -> wait_group in the issuing thread -> exit",
                 "cp.async.bulk.wait_group (or .read) in the issuing thread before the exit",
-                s.order.trace(left, s.order.exit, closing),
+                s.order.trace(left, s.order.exit, [i]),
             )  # fmt: skip
             return
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from ..findings import Finding, Severity
 from ..ptx.effects import Access
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .bulk import grouped_stores, is_wait
+from .bulk import Outstanding, grouped_stores, is_wait
 from .memory import async_shared_writes, exact, generic_shared
 
 
@@ -19,18 +18,23 @@ def check(s: Subject) -> Iterator[Finding]:
         overlapping = [(w, b) for w, b in writes if s.order.overlap(i, source, w, b)]
         if not overlapping:
             continue
-        early = s.order.search([i], stop=lambda j: is_wait(s, j, also_read=True), sync=False)
-        waits = [j for j in early if j < len(s.body) and is_wait(s, j, also_read=True)]
-        unmet = s.order.search(waits, stop=s.order.syncs, sync=False)
+        outstanding = Outstanding(s, i, also_read=True, own=True)
+        unmet = s.order.search(outstanding.waits, stop=s.order.syncs, sync=False)
+        # What other threads do after they met the issuing one while the store is outstanding.
+        met = [j for j in outstanding.came if j < len(s.body) and s.order.syncs(j)]
+        beyond = s.order.search(
+            met, stop=lambda j: is_wait(s, j, also_read=True) or s.order.syncs(j), sync=False
+        )
         for w, b in overlapping:
             alone = s.executors(w).one_thread and s.executors(i).includes(s.executors(w))
-            if w in early and not _passes_sync_only(s, early, i, w, alone):
+            if w in outstanding.came or (w in beyond and not alone):
+                came = outstanding.came if w in outstanding.came else beyond
                 yield _finding(
                     s, i, source, w, b,
                     "is overwritten although nothing has waited until the store has read it",
                     "bulk store has read its source (wait_group.read) -> overwrite",
-                    f"cp.async.bulk.wait_group.read in the issuing thread before line {s.body[w].line}",
-                    s.order.trace(early, w, [i]),
+                    f"cp.async.bulk.wait_group.read 0 in the issuing thread before line {s.body[w].line}",
+                    s.order.trace(came, w, [i]),
                 )  # fmt: skip
                 return
             if w in unmet and not alone:
@@ -39,25 +43,10 @@ def check(s: Subject) -> Iterator[Finding]:
                     f"is overwritten by {s.executors(w)}, but only the issuing thread ({s.executors(i)}) has waited "
                     "until it was read, and no barrier follows that wait",
                     "wait_group.read by the issuer -> CTA barrier -> overwrite by others",
-                    f"a CTA barrier between line {s.body[waits[0]].line} and line {s.body[w].line}",
-                    s.order.trace(unmet, w, waits),
+                    f"a CTA barrier between line {s.body[outstanding.waits[0]].line} and line {s.body[w].line}",
+                    s.order.trace(unmet, w, outstanding.waits),
                 )  # fmt: skip
                 return
-
-
-def _passes_sync_only(s: Subject, early: dict[int, int], i: int, w: int, alone: bool) -> bool:
-    """Threads other than the issuer reach the overwrite along a path without the wait as a matter of course; they
-    are covered if every path from the store goes through a barrier after some wait, which the second check sees."""
-    if alone:
-        return False
-    issuer = s.executors(i)
-    route = s.order.trace(early, w, [i])
-    # The route must be one that the issuing thread itself can take.
-    for before, node in pairwise(route):
-        here = s.order.entering(before, node)
-        if here is not None and here.disjoint(issuer):
-            return True
-    return False
 
 
 def _finding(

@@ -101,7 +101,7 @@ def check(s: Subject) -> Iterator[Finding]:
                 missing="flag read -> acquire -> data read",
                 fix=f"poll with ld.acquire, or put fence.acq_rel.{access.scope or 'gpu'} after the loop",
                 settle=""
-                if any(s.role(b) is Role.FLAG for b, _ in s.address(i, access).parts)
+                if _only_a_flag(s, i) or any(s.role(b) is Role.FLAG for b, _ in s.address(i, access).parts)
                 else "that the reads after the loop do not depend on what the writer of the flag wrote before it",
                 path=s.order.trace(came, guarded[0], [i]),
             )
@@ -111,9 +111,26 @@ def _acquires(s: Subject, i: int) -> bool:
     e = s.effects[i]
     if e.kind is Kind.FENCE:
         return e.acquires
-    if e.kind in (Kind.CLUSTER_BARRIER, Kind.BARRIER) or s.order.is_wait(i):
+    if e.kind in (Kind.CLUSTER_BARRIER, Kind.BARRIER, Kind.WARP_BARRIER) or s.order.is_wait(i):
         return False  # they order the CTA or cluster, but not against the writer of the flag
     return e.acquires or (e.kind is Kind.GRID_DEPENDENCY and e.op == "wait")
+
+
+def _only_a_flag(s: Subject, poll: int) -> bool:
+    """The value serves comparisons alone: a mailbox word, which is data itself, would be used further."""
+    names = defined(s.body[poll])
+    values = {s.ssa.written(poll, r) for r in names}
+    for v, value in enumerate(s.ssa.values):
+        if any(i in values for _, i in value.inputs):
+            values.add(v)
+    for ins in s.body:
+        if (
+            s.cfg.block_of[ins.index] in s.cfg.reachable
+            and ins.opcode != "setp"
+            and any(r in names and s.ssa.read(ins.index, r) in values for r in used(ins))
+        ):
+            return False
+    return True
 
 
 def _depends(s: Subject, i: int, poll: int) -> bool:

@@ -21,7 +21,7 @@ def check(s: Subject) -> Iterator[Finding]:
         and not a.asynchronous
         and a.space in ("global", "generic")
     ]
-    stores = [(i, a) for i, a in strong if a.writes and not a.reads]
+    stores = [(i, a) for i, a in strong if a.writes]
     waiting = {i for _, i, _ in polls(s)}
     loads = [(i, a) for i, a in strong if a.reads and not a.writes and i not in waiting]
     if not stores or not loads:

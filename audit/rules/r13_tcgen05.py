@@ -89,7 +89,7 @@ def _before(s: Subject, operations: set[int]) -> Iterator[Finding]:
         pending = s.order.search([i], stop=waits.__contains__, sync=False)
         open_ = s.order.search([i], stop=fences.__contains__, sync=False)
         for a in s.order.events:
-            if a not in open_ or not _arrives(s, a):
+            if (a not in open_ and a not in pending) or not _arrives(s, a):
                 continue
             if a not in after:
                 after[a] = s.order.search([a], stop=fences.__contains__)

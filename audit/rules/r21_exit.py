@@ -10,7 +10,7 @@ from ..ptx.provenance import may_overlap
 from ..ptx.threads import Executors
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import exact, narrow, peer
+from .memory import exact, peer
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -23,13 +23,8 @@ def check(s: Subject) -> Iterator[Finding]:
     if not remote:
         return
     barriers = set(s.find(Kind.CLUSTER_BARRIER, op="wait"))
-    # An arrival with release tells the target that what came before it is done; the arrival itself is
-    # checked.
-    telling = {
-        i
-        for i, a in remote
-        if s.effects[i].kind is Kind.MBARRIER and a.sem == "release" and not narrow(a.scope, "cluster")
-    }
+    # An arrival tells the target that what came before it is done; the arrival is checked itself, its scope by R06.
+    telling = {i for i, _ in remote if s.effects[i].kind is Kind.MBARRIER}
     leaving = s.order.search([s.order.exit], stop=barriers.__contains__, backward=True, sync=False)
     untold = s.order.search(
         [s.order.exit], stop=lambda i: i in barriers or i in telling, backward=True, sync=False
