@@ -7,33 +7,57 @@ from collections.abc import Iterator
 from ..findings import Finding, Severity
 from ..ptx.cfg import Loop
 from ..ptx.effects import Kind
-from ..ptx.ir import Reg
 from ..ptx.provenance import Affine, may_overlap
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
+from .rounds import Rounds
+
+_ROUNDS = 24  # more than two laps of any ring that fits in shared memory with useful stages
+_STARTS = (0, 1, 2, 3)  # first values that are tried where the text does not tell
 
 
 def check(s: Subject) -> Iterator[Finding]:
     waits = [w for w in s.find(Kind.MBARRIER) if s.order.is_wait(w) and "parity" in s.body[w].mods]
     for loop in s.cfg.loops:
-        inside = [w for w in waits if s.cfg.block_of[w] in loop.blocks and not _spins(s, loop, w)]
-        for w in inside:
-            object_, parity = s.address(w, s.effects[w].accesses[0]), _parity(s, w)
-            if parity is None or _changes(s, parity, loop) or _changes(s, object_.affine, loop):
+        for w in waits:
+            if s.cfg.block_of[w] not in loop.blocks or _spins(s, loop, w):
                 continue
-            rearmed = _arrival(s, loop, w)
-            if rearmed is None:
+            if not all(s.cfg.block_dominates(s.cfg.block_of[w], b) for b in loop.latches):
+                continue
+            parity, rearmed = _parity(s, w), _arrival(s, loop, w)
+            if parity is None or rearmed is None or not _lags(s, loop, w, parity):
                 continue
             yield s.finding(
                 "R12",
                 Severity.WARNING,
-                "in every round of a loop the wait asks for the same parity of the same mbarrier, although the loop "
-                "starts a new phase each time: from the second round on the wait returns at once, or never",
+                "the parity that this wait asks for does not flip with every use of its mbarrier in the loop: in some "
+                "round it asks for the phase before, and returns at once, or for one that has gone by, and hangs",
                 [s.site(rearmed, "next phase"), s.site(w, "wait")],
                 missing="parity of the wait = phase of the round (flipped once per use of the object)",
                 fix="keep the parity in a variable and flip it (xor 1) each time the object is used again",
             )
             return
+
+
+def _lags(s: Subject, loop: Loop, w: int, parity: Affine) -> bool:
+    """Some object is waited for with one parity twice in a row, whatever unknown variables start from."""
+    place = s.address(w, s.effects[w].accesses[0]).affine
+    for start in _STARTS:
+        rounds = Rounds(s, loop, start)
+        last: dict[int, int] = {}
+        repeated = False
+        for _ in range(_ROUNDS):
+            here, asked = rounds.form(place), rounds.form(parity)
+            if here is None or asked is None:
+                return False
+            repeated |= last.get(here) == asked & 1
+            last[here] = asked & 1
+            rounds.advance()
+        if not repeated:
+            return False
+        if rounds.exact:
+            return True
+    return True
 
 
 def _spins(s: Subject, loop: Loop, w: int) -> bool:
@@ -46,27 +70,6 @@ def _spins(s: Subject, loop: Loop, w: int) -> bool:
 def _parity(s: Subject, w: int) -> Affine | None:
     operands = s.body[w].operands
     return s.provenance.operand_affine(s.body[w], operands[2]) if len(operands) > 2 else None
-
-
-def _changes(s: Subject, form: Affine, loop: Loop) -> bool:
-    """The value can differ from one round of the loop to the next."""
-    for atom, _ in form.terms:
-        if atom[0] != "value" or not isinstance(atom[1], int) or atom[1] < 0:
-            continue
-        value = s.ssa.values[atom[1]]
-        block = value.block if value.is_phi else s.cfg.block_of[value.index] if value.index >= 0 else -1
-        if block not in loop.blocks:
-            continue
-        if value.is_phi or s.effects[value.index].kind is not Kind.COMPUTE:
-            return True
-        ins = s.body[value.index]
-        if any(
-            _changes(s, s.provenance.operand_affine(ins, op), loop)
-            for op in ins.operands[1:]
-            if isinstance(op, Reg)
-        ):
-            return True
-    return False
 
 
 def _arrival(s: Subject, loop: Loop, w: int) -> int | None:
@@ -128,9 +131,8 @@ RULE = Rule(
         "loop that completes a phase per round is right in one round of two at most."
     ),
     looks_for=(
-        "a parity wait in a loop, on the same object in every round, whose parity does not change in the loop "
-        "while the "
-        "loop arrives at that object"
+        "a parity wait that every round of a loop executes, on an object that the loop arrives at, when following the "
+        "loop's variables round by round shows one object waited for with the same parity twice in a row"
     ),
     isa_section="mbarrier: Phase of the mbarrier object; mbarrier.test_wait / try_wait",
     fix="flip the parity each time the object is used again",
