@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from k3_audit.artifact.contract import Contract
@@ -16,7 +15,6 @@ pytestmark = pytest.mark.unit
 
 RULES = list(rules().values())
 MUTATIONS = [(rule, m) for rule in RULES for m in rule.mutations]
-CORPUS = sorted((Path(__file__).parents[1] / "corpus").glob("*/*.ptx"))
 
 
 def findings(rule: Rule, text: str) -> list[Finding]:
@@ -67,17 +65,3 @@ def test_rule_explains_itself(rule):
         assert text.strip() and "\n" not in text
     assert len(rule.meaning) > 200 and rule.mutations
     assert rule.failing != rule.passing
-
-
-@pytest.mark.parametrize("path", CORPUS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_corpus(path):
-    """`// expect: RULE verdict [RULE verdict ...]` in the first line, or `// expect: clean`."""
-    text = path.read_text()
-    expected = re.match(r"// expect: (.+)", text)
-    assert expected, "the first line says what is expected"
-    (report,) = scan_ptx(text, path.name)
-    got = {f"{f.rule} {f.verdict}" for f in report.findings if f.severity is not Severity.NOTE}
-    words = expected[1].split()
-    want = set() if words == ["clean"] else {f"{a} {b}" for a, b in zip(words[::2], words[1::2], strict=True)}
-    assert got == want
-    assert assemble(text, arch_of(text))
