@@ -13,6 +13,7 @@ make a rule inconclusive.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from itertools import pairwise
 from .cfg import CFG
 from .effects import Access, Effect, Kind, bytes_of
 from .ir import Imm
-from .provenance import Address, Provenance, may_overlap
+from .provenance import Address, Affine, Provenance, may_overlap
 from .threads import Executors, Fact, Threads
 
 QUIET = frozenset({Kind.COMPUTE, Kind.WARP, Kind.BRANCH, Kind.PREFETCH, Kind.EXIT})
@@ -206,8 +207,40 @@ class Order:
 
     def overlap(self, i: int, a: Access, j: int, b: Access) -> bool:
         """Whether two accesses can touch a common byte."""
-        width_a, width_b = bytes_of(self.body[i], a), bytes_of(self.body[j], b)
-        return may_overlap(self.address(i, a), width_a, self.address(j, b), width_b)
+        return may_overlap(self.address(i, a), self.width(i, a), self.address(j, b), self.width(j, b))
+
+    def surely_overlap(self, i: int, a: Access, j: int, b: Access) -> bool:
+        """Whether two accesses touch a common byte, as far as ranges can tell: each address has one known origin, a
+        bounded offset, and the bytes that it is sure to touch meet. Two CTAs' copies of one object count as one."""
+        one, two = self.address(i, a), self.address(j, b)
+        for x in (one, two):
+            if len(x.parts) != 1 or not x.known or not all(map(math.isfinite, x.parts[0][1])):
+                return False
+        width_a = bytes_of(self.body[i], a) or 1
+        width_b = bytes_of(self.body[j], b) or 1
+        return may_overlap(one, width_a, two, width_b, same_cta=False)
+
+    def width(self, index: int, access: Access) -> int | None:
+        """Bytes of an access. A tensor copy into shared memory brings at most what its mbarrier is told to expect."""
+        found = bytes_of(self.body[index], access)
+        if found is None and access.writes and access.space.startswith("shared"):
+            barrier = next((a for a in self.effects[index].accesses if a.role == "mbarrier"), None)
+            if barrier is not None:
+                return self._expected.get(self.address(index, barrier).affine)
+        return found
+
+    @cached_property
+    def _expected(self) -> dict[Affine, int]:
+        """The largest number of bytes that each object is told to expect, where all of them are constants."""
+        out: dict[Affine, int | None] = {}
+        for i in self.events:
+            e = self.effects[i]
+            if e.kind is Kind.MBARRIER and "expect_tx" in e.op:
+                number = self.provenance.operand_affine(self.body[i], self.body[i].operands[-1]).constant
+                key = self.address(i, e.accesses[0]).affine
+                before = out.get(key, 0)
+                out[key] = None if number is None or before is None else max(before, number)
+        return {key: n for key, n in out.items() if n is not None}
 
     def is_sync_edge(self, a: int, b: int) -> bool:
         """The edge leads from one thread to another, or to an object between them."""

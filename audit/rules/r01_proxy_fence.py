@@ -8,7 +8,7 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Access, Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import async_shared_reads, exact, fences_async, generic_shared, groups
+from .memory import async_shared_reads, fences_async, generic_shared, groups
 
 _READER = {Kind.BULK: "bulk copy", Kind.WGMMA: "wgmma operand", Kind.TCGEN05: "tcgen05 operand"}
 
@@ -48,7 +48,7 @@ def _completes_copies(s: Subject, i: int) -> bool:
 
 def _finding(s: Subject, w: int, b: Access, r: int, a: Access, route: list[int]) -> Finding:
     reader = _READER[s.effects[r].kind]
-    certain = exact(s, w, b) and exact(s, r, a) and s.order.certain(route)
+    certain = s.order.surely_overlap(w, b, r, a) and s.order.certain(route)
     settle = ""
     if not certain:
         settle = (

@@ -8,7 +8,7 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Access, Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import async_shared_reads, exact, generic_shared, groups
+from .memory import async_shared_reads, generic_shared, groups
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -51,7 +51,7 @@ def _same_thread(s: Subject, w: int, r: int) -> bool:
 
 def _finding(s: Subject, w: int, b: Access, r: int, a: Access, route: list[int]) -> Finding:
     settle = ""
-    if not (exact(s, w, b) and exact(s, r, a)):
+    if not s.order.surely_overlap(w, b, r, a):
         settle = (
             f"that the write ({s.address(w, b).describe()}) and the read ({s.address(r, a).describe()}) never "
             f"touch the "

@@ -9,7 +9,7 @@ from ..ptx.effects import Access
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
 from .bulk import Outstanding, grouped_stores, is_wait
-from .memory import async_shared_writes, exact, generic_shared
+from .memory import async_shared_writes, generic_shared
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -61,7 +61,7 @@ def _finding(
     route: list[int],
 ) -> Finding:
     settle = ""
-    if not (exact(s, i, source) and exact(s, w, b)):
+    if not s.order.surely_overlap(i, source, w, b):
         settle = (
             f"that the source ({s.address(i, source).describe()}) and the write ({s.address(w, b).describe()}) "
             f"are never "

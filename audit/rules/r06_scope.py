@@ -11,7 +11,7 @@ from ..ptx.effects import Access, Kind
 from ..ptx.provenance import may_overlap
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import RANK, exact, generic_shared, narrow, peer
+from .memory import RANK, generic_shared, narrow, peer
 
 _STRONG = frozenset({"relaxed", "acquire", "release", "acq_rel", "volatile", "mmio"})
 
@@ -87,7 +87,7 @@ def _narrow_waits(s: Subject) -> Iterator[Finding]:
             if address.parts in reported or not may_overlap(address, 8, s.address(i, a), 8, same_cta=False):
                 continue
             reported.add(address.parts)
-            certain = exact(s, w, own) and exact(s, i, a) and not a.multicast
+            certain = s.order.surely_overlap(w, own, i, a) and not a.multicast
             settle = "" if certain else "that this object is never completed by another CTA"
             if a.multicast:
                 settle = (
@@ -209,7 +209,7 @@ def _handoff(
     s: Subject, w: int, a: Access, r: int, b: Access, route: list[int], message: str, missing: str, fix: str
 ) -> Finding:
     settle = ""
-    if not (exact(s, w, a) and exact(s, r, b) and s.order.certain(route)):
+    if not (s.order.surely_overlap(w, a, r, b) and s.order.certain(route)):
         settle = (
             f"that the write ({s.address(w, a).describe()}) and the read ({s.address(r, b).describe()}) never "
             f"touch the "
@@ -254,7 +254,9 @@ def _crossed(s: Subject, flag: int, a: Access, fences: list[int], backward: bool
     slim = [f for f in fences if narrow(s.effects[f].scope, a.scope)]
     if not slim:
         return None
-    near = s.order.search([flag], stop=wide.__contains__, backward=backward, sync=False)
+    # A fence serves the strong accesses next to it: behind another one of the same kind it is somebody else's.
+    others = {i for i in s.order.events if i != flag and _is_flag(s, i, backward)}
+    near = s.order.search([flag], stop=lambda i: i in wide or i in others, backward=backward, sync=False)
     side = "release" if backward else "acquire"
     for f in slim:
         if f not in near:
@@ -281,6 +283,17 @@ def _crossed(s: Subject, flag: int, a: Access, fences: list[int], backward: bool
                 path=s.order.trace(near, f, [flag]),
             )
     return None
+
+
+def _is_flag(s: Subject, i: int, written: bool) -> bool:
+    e = s.effects[i]
+    return any(
+        b.role == "data"
+        and b.sem not in ("weak", "")
+        and not b.asynchronous
+        and (b.writes if written else b.reads)
+        for b in e.accesses
+    )
 
 
 def _global_data(s: Subject, i: int, a: Access, written: bool) -> bool:

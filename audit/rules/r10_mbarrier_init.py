@@ -9,7 +9,7 @@ from ..ptx.effects import Access, Kind
 from ..ptx.provenance import may_overlap
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import exact, narrow, peer
+from .memory import narrow, peer
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -115,7 +115,7 @@ def _finding(
     route: list[int],
 ) -> Finding:
     settle = ""
-    if not (exact(s, init, own) and exact(s, use, a)):
+    if not s.order.surely_overlap(init, own, use, a):
         settle = (
             f"that the two never mean one object: {s.address(init, own).describe()} is initialised, "
             f"{s.address(use, a).describe()} is used"

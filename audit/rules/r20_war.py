@@ -8,7 +8,7 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Access
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import async_shared_writes, exact, fences_async, generic_shared, groups, peer
+from .memory import async_shared_writes, fences_async, generic_shared, groups, peer
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def _finding(
     route: list[int],
 ) -> Finding:
     settle = ""
-    if not (exact(s, w, a) and exact(s, r, b)):
+    if not s.order.surely_overlap(w, a, r, b):
         settle = (
             f"that {s.address(r, b).describe()} and {s.address(w, a).describe()} are never the same bytes"
         )

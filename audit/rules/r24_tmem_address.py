@@ -8,7 +8,7 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import exact, generic_shared
+from .memory import generic_shared
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -20,7 +20,7 @@ def check(s: Subject) -> Iterator[Finding]:
         )
         for r, a in reads:
             if r in came and s.order.overlap(i, own, r, a) and not _same_warp(s, i, r):
-                certain = exact(s, i, own) and exact(s, r, a)
+                certain = s.order.surely_overlap(i, own, r, a)
                 yield s.finding(
                     "R24",
                     Severity.ERROR,
