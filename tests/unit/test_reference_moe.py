@@ -98,6 +98,25 @@ def test_ties_go_to_the_lower_index() -> None:
     assert routing.weights[0].tolist() == pytest.approx([1 / 3] * 3)
 
 
+def crowded(seed: int) -> tuple[Tensor, Tensor, Tensor, Config]:
+    """The released router's 896 experts and top 16, with five different scores among them."""
+    gate = torch.randint(5, (896, 1), generator=torch.Generator().manual_seed(seed)).double()
+    return torch.ones(2, 1, dtype=F64), gate, torch.zeros(896, dtype=F64), experts_config(896, 16)
+
+
+def test_many_ties_at_the_released_width(seed: int) -> None:
+    check_route(route, *crowded(seed))
+
+
+def test_topk_breaks_ties_otherwise(seed: int) -> None:
+    def by_topk(x: Tensor, gate: Tensor, bias: Tensor, config: Config) -> Routing:
+        picked = (torch.sigmoid(x @ gate.mT) + bias).topk(config.num_experts_per_token).indices
+        return route(x, gate, bias, config, experts=picked)
+
+    with pytest.raises(AssertionError):
+        check_route(by_topk, *crowded(seed))
+
+
 def test_bias_selects_and_does_not_weigh(seed: int) -> None:
     config, gate, x = experts_config(8, 2), normal(seed, 8, 4), normal(seed + 1, 3, 4)
     favoured = torch.zeros(8, dtype=F64)
