@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,17 +93,24 @@ def reason(error: BaseException) -> str:
     )
 
 
+# Commands of other modules, imported only when they are asked for: name -> (module, attribute).
+_ELSEWHERE = {
+    "plan": ("k3_audit.fused_backend.commands", "plan"),
+    "prompts": ("k3_audit.audit.prompts", "commands"),
+    "support": ("k3_audit.fused_backend.commands", "support"),
+}
+
+
 class _Commands(click.Group):
-    """The commands below, and those of modules that are imported only when they are asked for."""
+    """The commands below, and those of `_ELSEWHERE`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "prompts"])
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "prompts":
-            from .prompts import commands
-
-            return commands
+        if cmd_name in _ELSEWHERE:
+            module, name = _ELSEWHERE[cmd_name]
+            return getattr(import_module(module), name)
         return super().get_command(ctx, cmd_name)
 
 
@@ -368,12 +376,26 @@ def stored_artifacts(store: Store, archs: Iterable[str], kernels: Sequence[str])
     return [store.get(k, a) for k in kernels for a in archs if store.built(k, a)]
 
 
-def audit_artifact(artifact: Artifact) -> tuple[KernelReport, ...]:
-    """The auditor's reports of one artifact of ours. The file they name is `kernel.arch.ptx`."""
-    from .scan import scan_ptx
+def audit_artifact(artifact: Artifact, root: Path) -> tuple[KernelReport, ...]:
+    """The auditor's reports of one artifact of ours, whose sources lie below `root`.
+
+    One of its PTX, under the file name `kernel.arch.ptx`, and one of each source file that a rule speaks of.
+    """
+    from .rules.base import rules
+    from .scan import KernelReport, scan_ptx
 
     file = f"{artifact.kernel}.{artifact.arch}.ptx"
-    return tuple(scan_ptx(artifact.ptx, file, contract=artifact.contract, sass=artifact.sass))
+    reports = scan_ptx(artifact.ptx, file, contract=artifact.contract, sass=artifact.sass)
+    sources = {name: (root / name).read_text(encoding="utf-8") for name in artifact.sources}
+    by_file: dict[str, list[Finding]] = {}
+    for rule in rules().values():
+        if rule.language == "python":
+            for finding in rule.check(sources):
+                by_file.setdefault(finding.sites[0].source.rpartition(":")[0], []).append(finding)
+    for name, found in sorted(by_file.items()):
+        verdict = worst([f.verdict for f in found])
+        reports.append(KernelReport(artifact.kernel, name, artifact.arch, verdict, tuple(found), (), ()))
+    return tuple(reports)
 
 
 @cli.command(short_help="Is there fresh evidence for our own kernels?")
@@ -412,8 +434,8 @@ def gate(no_build: bool, root: Path | None, form: str, output: Path | None) -> i
     reports: dict[tuple[str, str], tuple[KernelReport, ...]] = {}
     texts: dict[str, str] = {}
     for artifact in artifacts:
-        found = reports[artifact.kernel, artifact.arch] = audit_artifact(artifact)
-        texts |= {r.file: artifact.ptx for r in found}
+        found = reports[artifact.kernel, artifact.arch] = audit_artifact(artifact, root)
+        texts[found[0].file] = artifact.ptx
         _say(f"audit  {artifact.kernel} {artifact.arch}: {worst([r.verdict for r in found])}")
     tree = Tree.read(root, policy, {k: source_hashes(k) for k in KERNELS})
     result = judge(artifacts, lock, reports, policy, tree, datetime.now(UTC).date())
