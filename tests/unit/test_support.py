@@ -110,3 +110,32 @@ def test_counter():
         counter.count(Support(reason))
     assert (counter.fused, counter.fallback, counter.reasons) == (2, 3, {"b": 2, "a": 1})
     assert str(counter).splitlines() == ["2 of 5 decode steps on the fused kernels", "  2 x b", "  1 x a"]
+
+
+# The commands.
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--arch", "sm_90a"], 0, "supported"),
+        (["--arch", "sm_90a", "--tp", "8"], 1, "tensor parallel size is 8"),
+        (["--arch", "sm_80"], 1, "no kernels for sm_80"),
+        (["--arch", "sm_90a", "--batch", "4", "--q", "4"], 1, "4 x 4 tokens"),
+        (["--batch", "many"], 3, "many"),
+    ],
+)
+def test_the_command_gives_yes_or_one_reason(
+    options: list[str],
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from k3_audit.audit import cli
+
+    monkeypatch.setattr("k3_audit.fused_backend.commands._lacking", lambda arch: ())
+    assert cli.run(["support", *options]) == code
+    told = capsys.readouterr()
+    assert words in told.out + told.err
+    assert len((told.out + told.err).strip().splitlines()) == 1
