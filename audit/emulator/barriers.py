@@ -177,11 +177,21 @@ class MBarriers:
             if pool is not self.g.shared:
                 raise Fault("mbarrier", f"an mbarrier must lie in shared memory, not in {pool.name}")
             out[where] = offset
+        history = self.g.history
+        if history is not None and history.records:
+            stale = history.stale(self.g, self.g.lanes(sel), self.g.shared, out, 8)
+            if stale is not None and stale[1] is not None:
+                unseen = np.flatnonzero((stale[1] != mem.MBARRIER).any(axis=1))
+                if unseen.size:
+                    where_ = self.where(int(out[unseen[0]]))
+                    text = f"the initialisation of the mbarrier at {where_} has not become visible to this thread"
+                    raise Fault("mbarrier", text, int(unseen[0]))
         return out
 
-    def init(self, offsets: Array, counts: Array) -> None:
+    def init(self, sel: Selection, offsets: Array, counts: Array) -> None:
         shadow = self.g.shared.shadow
         assert shadow is not None
+        self.g.note(self.g.shared, sel, slice(None), offsets, 8, mbarrier=True)
         for i, (offset, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=True)):
             if not 1 <= count <= COUNT_LIMIT:
                 raise Fault("mbarrier", f"count {count} is outside 1..{COUNT_LIMIT}", i)

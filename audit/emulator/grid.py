@@ -439,12 +439,12 @@ class Grid:
                 raise
         self.machine.progress += 1
 
-    def note(self, pool: Pool, sel: Selection, where: Any, offset: Array, size: int) -> None:
+    def note(self, pool: Pool, sel: Selection, where: Any, offset: Array, size: int, **kind: bool) -> None:
         """Record a write that other CTAs may see late."""
         history = self.machine.history
         if history is None or pool is self.local or (pool is self.shared and self.cluster_size == 1):
             return
-        history.add(self, self.lanes(sel)[where], pool, offset, size)
+        history.add(self, self.lanes(sel)[where], pool, offset, size, **kind)
 
     def release_storage(self) -> None:
         """Free what a completed launch no longer needs."""

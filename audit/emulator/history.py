@@ -34,9 +34,13 @@ WIDE = ("gpu", "sys")
 NEVER = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
-    """One store instruction: byte offsets (ascending) in `pool`, who wrote each, and what stood there."""
+    """One store instruction: byte offsets (ascending) in `pool`, who wrote each, and what stood there.
+
+    `released` marks bytes that are published to the cluster whatever their writer does later: those of st.async,
+    whose complete-tx is a release at cluster scope, and mbarrier objects after fence.mbarrier_init.
+    """
 
     pool: Pool
     grid: Grid
@@ -45,6 +49,8 @@ class Record:
     lanes: Array
     old: Array
     old_shadow: Array | None
+    released: Array
+    mbarrier: bool
     reveal: dict[tuple[int, int], int]  # (grid, CTA slot) of a reader -> time
 
 
@@ -58,14 +64,24 @@ class History:
         self.records: list[Record] = []
         self.stale_reads = 0
 
-    def add(self, g: Grid, lanes: Array, pool: Pool, offset: Array, size: int) -> None:
+    def add(
+        self,
+        g: Grid,
+        lanes: Array,
+        pool: Pool,
+        offset: Array,
+        size: int,
+        released: bool = False,
+        mbarrier: bool = False,
+    ) -> None:
         """Note a write of `size` bytes at each offset that is about to happen."""
         bytes_ = (offset[:, None] + np.arange(size)).ravel()
         order = np.argsort(bytes_, kind="stable")
         bytes_ = bytes_[order]
         shadow = None if pool.shadow is None else pool.shadow[bytes_].copy()
         who = np.repeat(lanes, size)[order]
-        self.records.append(Record(pool, g, self.now(), bytes_, who, pool.data[bytes_].copy(), shadow, {}))
+        old, done = pool.data[bytes_].copy(), np.full(bytes_.size, released)
+        self.records.append(Record(pool, g, self.now(), bytes_, who, old, shadow, done, mbarrier, {}))
 
     def stale(
         self, g: Grid, lanes: Array, pool: Pool, offset: Array, size: int
@@ -85,7 +101,7 @@ class History:
             hit = (at >= 0) & (record.offsets[at] == wanted) & ~settled
             if not hit.any():
                 continue
-            hidden = hit & self._hidden(record, g, lanes, record.lanes[at], now)
+            hidden = hit & self._hidden(record, g, lanes, record.lanes[at], record.released[at], now)
             settled |= hit & ~hidden
             if hidden.any():
                 if data is None:
@@ -99,7 +115,9 @@ class History:
         self.stale_reads += 1
         return data, shadow
 
-    def _hidden(self, record: Record, g: Grid, readers: Array, writers: Array, now: int) -> Array:
+    def _hidden(
+        self, record: Record, g: Grid, readers: Array, writers: Array, released: Array, now: int
+    ) -> Array:
         """Shape of `writers`, [lanes, size]: may this read miss this write?"""
         w, t = record.grid, record.time
         slot = g.slot[readers]
@@ -111,7 +129,8 @@ class History:
         if w is g:
             same_cta = g.slot[writers] == slot[:, None]
             near = g.base[writers] == g.base[readers][:, None]
-            bound |= near & (w.published["cluster"][writers] > t) & (g.seen["cluster"][readers] >= t)[:, None]
+            published = released | (w.published["cluster"][writers] > t)
+            bound |= near & published & (g.seen["cluster"][readers] >= t)[:, None]
         return unrevealed[:, None] & ~same_cta & ~bound
 
     def _reveal(self, record: Record, grid: int, slot: int) -> int:
@@ -149,6 +168,12 @@ class History:
                 gpu = g.published["gpu"]
                 gpu[cluster] = np.maximum(gpu[cluster], g.published["cluster"][cluster])
         g.pooled[lanes] = now
+
+    def release_mbarriers(self, g: Grid, lanes: Array) -> None:
+        """fence.mbarrier_init.release.cluster by `lanes`: their initialisations, and nothing else, are published."""
+        for record in self.records:
+            if record.mbarrier and record.grid is g:
+                record.released |= np.isin(record.lanes, lanes)
 
     def acquire(self, g: Grid, lanes: Array, scope: str) -> None:
         """An acquire or fence by `lanes`: they see what had been published before."""

@@ -308,6 +308,7 @@ def _remote(d: Decoder, reduce: Update | None) -> Step:
         x = np.broadcast_to(x, (lanes.size, n) if n > 1 else lanes.shape)
 
         def act(part: Array) -> None:
+            g.note(g.shared, lanes, part, at[part], width * n, released=True)
             if reduce is None:
                 g.shared.store(at[part], width, x[part], n)
             else:

@@ -119,8 +119,15 @@ def fence(d: Decoder) -> Step:
 
     Proxy fences order proxies that are not told apart here.
     """
-    if "proxy" in d.mods or any(m.startswith("proxy") for m in d.mods) or "mbarrier_init" in d.mods:
+    if any(m.startswith("proxy") for m in d.mods):
         return lambda g, sel: None
+    if "mbarrier_init" in d.mods:
+
+        def release_mbarriers(g: Grid, sel: Selection) -> None:
+            if g.history is not None:
+                g.history.release_mbarriers(g, g.lanes(sel))
+
+        return release_mbarriers
     scope = {"gl": "gpu"}.get(d.mods[-1], d.scope("sys"))
     release, acquire = "acquire" not in d.mods, "release" not in d.mods
 
@@ -151,7 +158,7 @@ def mbarrier(d: Decoder) -> Step:
 
         def init(g: Grid, sel: Selection) -> None:
             at = g.mbarriers.offsets(space, sel, address(g, sel))
-            g.mbarriers.init(at, np.broadcast_to(count(g, sel), at.shape))
+            g.mbarriers.init(sel, at, np.broadcast_to(count(g, sel), at.shape))
 
         return init
     if kind == "inval":

@@ -26,7 +26,10 @@ SINT = {1: np.dtype(np.int8), 2: np.dtype(np.int16), 4: np.dtype(np.int32), 8: n
 
 
 def quiet(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Run a function with numpy's floating-point warnings off: NaN and infinity are values here."""
+    """Run a function with numpy's floating-point warnings off: NaN and infinity are values here.
+
+    The arithmetic below is not wrapped, for speed: the machine turns the warnings off once for a whole run.
+    """
 
     def wrapped(*args: object, **kwargs: object) -> Array:
         with np.errstate(all="ignore"):
@@ -110,7 +113,6 @@ def _step32(x: Array, up: Array) -> Array:
     return np.nextafter(x, np.where(up, np.float32(np.inf), np.float32(-np.inf)))
 
 
-@quiet
 def round_f32(x: Array, mode: str = "rn") -> Array:
     """f64 -> f32 with one rounding. For `rn` of values rounded to odd this is exact (see the module)."""
     x = np.asarray(x, dtype=np.float64)
@@ -151,7 +153,6 @@ def finish_f32(x: Array, ftz: bool = False, sat: bool = False) -> Array:
 # -- f32 arithmetic -------------------------------------------------------------------------------------
 
 
-@quiet
 def add_f32(a: Array, b: Array, mode: str = "rn", ftz: bool = False, sat: bool = False) -> Array:
     """a + b for f32 arrays, rounded once in `mode` (rn, rz, rm, rp)."""
     if ftz:
@@ -161,7 +162,6 @@ def add_f32(a: Array, b: Array, mode: str = "rn", ftz: bool = False, sat: bool =
     return finish_f32(round_f32(_sum(a.astype(np.float64), b.astype(np.float64), mode), mode), ftz, sat)
 
 
-@quiet
 def mul_f32(a: Array, b: Array, mode: str = "rn", ftz: bool = False, sat: bool = False) -> Array:
     """a * b for f32 arrays, rounded once in `mode`."""
     if ftz:
@@ -171,7 +171,6 @@ def mul_f32(a: Array, b: Array, mode: str = "rn", ftz: bool = False, sat: bool =
     return finish_f32(round_f32(a.astype(np.float64) * b.astype(np.float64), mode), ftz, sat)
 
 
-@quiet
 def fma_f32(a: Array, b: Array, c: Array, mode: str = "rn", ftz: bool = False, sat: bool = False) -> Array:
     """a * b + c for f32 arrays with a single rounding in `mode`."""
     if ftz:
@@ -191,7 +190,6 @@ def fma_f32(a: Array, b: Array, c: Array, mode: str = "rn", ftz: bool = False, s
     return finish_f32(s.astype(np.float32), ftz, sat)
 
 
-@quiet
 def div_f32(a: Array, b: Array, mode: str = "rn", ftz: bool = False) -> Array:
     """a / b for f32 arrays, rounded once in `mode`."""
     if ftz:
@@ -205,7 +203,6 @@ def div_f32(a: Array, b: Array, mode: str = "rn", ftz: bool = False) -> Array:
     return finish_f32(q, ftz)
 
 
-@quiet
 def sqrt_f32(a: Array, mode: str = "rn", ftz: bool = False) -> Array:
     """Square root of an f32 array, rounded once in `mode`."""
     if ftz:
@@ -231,7 +228,6 @@ def minmax(a: Array, b: Array, largest: bool, nan: bool) -> Array:
 # -- f64 ------------------------------------------------------------------------------------------------
 
 
-@quiet
 def fma_f64(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
     """a * b + c for f64 arrays with a single rounding. Exact rational arithmetic, element by element."""
     a, b, c = np.broadcast_arrays(a, b, c)
@@ -246,19 +242,16 @@ def fma_f64(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
     return _canonical_f64(out)
 
 
-@quiet
 def add_f64(a: Array, b: Array, mode: str = "rn") -> Array:
     """a + b for f64 arrays, rounded once."""
     return _canonical_f64(a + b) if mode == "rn" else fma_f64(a, np.ones(1), b, mode)
 
 
-@quiet
 def mul_f64(a: Array, b: Array, mode: str = "rn") -> Array:
     """a * b for f64 arrays, rounded once."""
     return _canonical_f64(a * b) if mode == "rn" else fma_f64(a, b, np.full(1, -0.0), mode)
 
 
-@quiet
 def div_f64(a: Array, b: Array, mode: str = "rn") -> Array:
     """a / b for f64 arrays, rounded once."""
     q = np.asarray(a / b)
@@ -268,7 +261,6 @@ def div_f64(a: Array, b: Array, mode: str = "rn") -> Array:
     return _canonical_f64(q)
 
 
-@quiet
 def sqrt_f64(a: Array, mode: str = "rn") -> Array:
     """Square root of an f64 array, rounded once."""
     r = np.asarray(np.sqrt(a))
@@ -413,7 +405,6 @@ def from_bf16(bits: Array) -> Array:
     return decode(bits, BF16)
 
 
-@quiet
 def fma_narrow(
     a: Array, b: Array, c: Array, f: Format, relu: bool = False, sat: bool = False, ftz: bool = False
 ) -> Array:
@@ -439,7 +430,6 @@ def fma_narrow(
 # -- conversions between integers and floats ------------------------------------------------------------
 
 
-@quiet
 def float_to_int(x: Array, mode: str, bytes_: int, signed: bool, nan: int) -> Array:
     """Round (`rni`, `rzi`, `rmi`, `rpi`) and clamp to the range of the integer type; NaN gives `nan`.
 
@@ -458,7 +448,6 @@ def float_to_int(x: Array, mode: str, bytes_: int, signed: bool, nan: int) -> Ar
     return np.where(np.isnan(x), UINT[bytes_].type(nan & mask), out).astype(UINT[bytes_])
 
 
-@quiet
 def int_to_odd(x: Array) -> Array:
     """An integer array of any width -> f64 rounded to odd (exact up to 53 bits)."""
     if x.dtype.itemsize < 8:
@@ -468,7 +457,6 @@ def int_to_odd(x: Array) -> Array:
     return to_odd(*two_sum(high, low))
 
 
-@quiet
 def int_to_f64(x: Array, mode: str = "rn") -> Array:
     """Integer -> f64, rounded once."""
     y = x.astype(np.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import shutil
 import subprocess
 import sysconfig
@@ -12,8 +12,7 @@ import numpy as np
 from k3_audit.audit import emulator
 
 _BITS = {1: "b8", 2: "b16", 4: "b32", 8: "b64"}
-_NUMBER = itertools.count()
-_WRITTEN: dict[str, list[str]] = {}  # arch -> texts of the entries made so far
+_WRITTEN: dict[str, dict[str, str]] = {}  # arch -> name -> text of the entries made so far
 
 
 def header(arch: str = "sm_90a") -> str:
@@ -28,12 +27,11 @@ def entry(
     outside: str = "",
     remember: bool = True,
 ) -> str:
-    """A module with one entry; it is remembered for :func:`assemble_all`. `@NAME@` becomes its name."""
-    name = f"k{next(_NUMBER)}"
+    """A module with one entry; it is remembered for :func:`assemble_all`."""
+    name = "k" + hashlib.sha256("\0".join((body, params, directives, outside)).encode()).hexdigest()[:16]
     text = f"{outside}\n.visible .entry {name}({params})\n{directives}\n{{\n{body}\n}}\n"
-    text = text.replace("@NAME@", name)
     if remember:
-        _WRITTEN.setdefault(arch, []).append(text)
+        _WRITTEN.setdefault(arch, {})[name] = text
     return header(arch) + text
 
 
@@ -77,13 +75,13 @@ def ptxas() -> Path | None:
 
 
 def assemble_all(tmp_path: Path) -> list[str]:
-    """Assemble every kernel made so far; returns the assembler's complaints."""
+    """Assemble the kernels made since the last call; returns the assembler's complaints."""
     tool = ptxas()
     assert tool is not None, "ptxas of the nvidia-cuda-nvcc wheel is not installed"
     complaints = []
     for arch, texts in _WRITTEN.items():
         source = tmp_path / f"{arch}.ptx"
-        source.write_text(header(arch) + "\n".join(texts))
+        source.write_text(header(arch) + "\n".join(texts.values()))
         done = subprocess.run(
             [tool, f"-arch={arch}", str(source), "-o", str(tmp_path / "out.cubin")],
             capture_output=True,
@@ -92,4 +90,5 @@ def assemble_all(tmp_path: Path) -> list[str]:
         )
         if done.returncode:
             complaints.append(done.stderr)
+    _WRITTEN.clear()
     return complaints

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,6 +17,13 @@ from k3_audit.audit.emulator import Unsupported, values
 pytestmark = pytest.mark.unit
 
 N = 400
+
+
+@pytest.fixture(autouse=True)
+def without_warnings() -> Iterator[None]:
+    """NaN and infinity are values here."""
+    with np.errstate(all="ignore"):
+        yield
 
 
 def integers(width: int, seed: int) -> np.ndarray:

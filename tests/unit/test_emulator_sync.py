@@ -120,7 +120,8 @@ def test_lanes_that_never_meet_are_a_deadlock() -> None:
 NEIGHBOUR = """.shared .align 4 .b8 s[512]; .reg .b32 a, b, r, k;
     mov.u32 a, s; shl.b32 k, t, 2; add.u32 a, a, k; st.shared.u32 [a], t;
     @BARRIER@
-    xor.b32 k, t, 96; shl.b32 k, k, 2; mov.u32 b, s; add.u32 b, b, k; ld.shared.u32 r, [b]; st.global.u32 [q], r; ret;"""
+    xor.b32 k, t, 96; shl.b32 k, k, 2; mov.u32 b, s; add.u32 b, b, k; ld.shared.u32 r, [b];
+    st.global.u32 [q], r; ret;"""
 
 
 def test_a_missing_barrier_shows_under_random_schedules_only() -> None:
@@ -532,6 +533,56 @@ def test_default_scope_of_a_remote_arrive_is_too_narrow() -> None:
             )
             wrong[scope] += out[1] != 5
     assert wrong["cluster"] == 0 and wrong["cta"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("", "", ""),
+        ("acquire.cluster", "acquire.cta", "uninitialized"),  # the data comes from another CTA
+        ("fence.mbarrier_init.release.cluster;", "", "mbarrier"),
+        ("fence.mbarrier_init.release.cluster;", "fence.acq_rel.cta;", "mbarrier"),
+        ("fence.mbarrier_init.release.cluster;", "fence.acq_rel.cluster;", ""),
+    ],
+)
+def test_scope_of_the_exchange_between_ctas(old: str, new: str, kind: str) -> None:
+    body = exchange(end="barrier.cluster.arrive; barrier.cluster.wait;")
+    assert old in body
+    kinds = []
+    for seed in range(10):
+        try:
+            out = np.zeros((4, 32), np.uint32)
+            run(body.replace(old, new), out, grid=4, cluster=4, schedule="random", seed=seed, weak=True)
+            np.testing.assert_array_equal(out[:, 0], (np.arange(4) - 1) % 4 * 1000)
+        except EmulationError as e:
+            kinds.append(e.kind)
+    assert set(kinds) == ({kind} if kind else set()) and (not kind or len(kinds) >= 3)
+
+
+@pytest.mark.parametrize(("fence", "stale_allowed"), [("fence.acq_rel.gpu;", False), ("", True)])
+def test_a_fence_before_launch_dependents_reaches_the_dependents_start(
+    fence: str, stale_allowed: bool
+) -> None:
+    """PTX ISA 9.x, griddepcontrol: a release fence before launch_dependents synchronizes with the start of the
+    dependent grid; launch_dependents alone publishes nothing."""
+    producer = entry(
+        f""".reg .b64 p; .reg .b32 r; ld.param.u64 p, [x]; mov.u32 r, 7; st.global.u32 [p], r; {fence}
+        griddepcontrol.launch_dependents; ret;""",
+        ".param .u64 x",
+    )
+    consumer = entry(
+        CONSUMER.replace("@BEFORE@", LOAD).replace("@AFTER@", ""), ".param .u64 x, .param .u64 y"
+    )
+    seen = set()
+    for seed in range(30):
+        x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
+        launches = [
+            Launch(producer, [x], (1, 1, 1), (1, 1, 1)),
+            Launch(consumer, [x, y], (1, 1, 1), (32, 1, 1)),
+        ]
+        emulator.run_stream(launches, pdl=True, schedule="random", seed=seed, weak=True)
+        seen.add(int(y[0]))
+    assert seen == ({0, 7} if stale_allowed else {7})
 
 
 def test_weak_mode_replays_from_its_seed() -> None:

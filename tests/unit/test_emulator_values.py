@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +18,13 @@ pytestmark = pytest.mark.unit
 MODES = ("rn", "rz", "rm", "rp")
 bits32 = st.integers(0, 2**32 - 1)
 FAST = settings(max_examples=50, deadline=None)
+
+
+@pytest.fixture(autouse=True)
+def without_warnings() -> Iterator[None]:
+    """NaN and infinity are values here."""
+    with np.errstate(all="ignore"):
+        yield
 
 
 def f32(bits: int) -> np.ndarray:
