@@ -381,17 +381,15 @@ def audit_artifact(artifact: Artifact, root: Path) -> tuple[KernelReport, ...]:
 
     One of its PTX, under the file name `kernel.arch.ptx`, and one of each source file that a rule speaks of.
     """
-    from .rules.base import rules
+    from .rules.dsl_inline_asm import check_sources
     from .scan import KernelReport, scan_ptx
 
     file = f"{artifact.kernel}.{artifact.arch}.ptx"
     reports = scan_ptx(artifact.ptx, file, contract=artifact.contract, sass=artifact.sass)
     sources = {name: (root / name).read_text(encoding="utf-8") for name in artifact.sources}
     by_file: dict[str, list[Finding]] = {}
-    for rule in rules().values():
-        if rule.language == "python":
-            for finding in rule.check(sources):
-                by_file.setdefault(finding.sites[0].source.rpartition(":")[0], []).append(finding)
+    for finding in check_sources(sources):
+        by_file.setdefault(finding.sites[0].source.rpartition(":")[0], []).append(finding)
     for name, found in sorted(by_file.items()):
         verdict = worst([f.verdict for f in found])
         reports.append(KernelReport(artifact.kernel, name, artifact.arch, verdict, tuple(found), (), ()))

@@ -219,11 +219,7 @@ def judge(
 def _audit_problem(audit: Verdict, findings: Sequence[Finding]) -> Problem:
     detail = []
     for f in findings:
-        site = f.sites[0] if f.sites else None
-        where = (
-            f"PTX line {site.line}" + (f" ({site.source})" if site.source else "") if site else "the kernel"
-        )
-        detail.append(f"{f.rule} {f.verdict} at {where}: {f.message}")
+        detail.append(f"{f.rule} {f.verdict} at {_where(f)}: {f.message}")
         detail += [f"  fix: {f.fix}"] if f.fix else []
         detail += [f"  would be settled by: {f.settle}"] if f.settle else []
     message = {
@@ -235,6 +231,16 @@ def _audit_problem(audit: Verdict, findings: Sequence[Finding]) -> Problem:
     return Problem(
         f"audit-{audit}", audit, message, tuple(f"k3-audit explain {r}" for r in rules), tuple(detail)
     )
+
+
+def _where(finding: Finding) -> str:
+    """PTX line and source line of a finding's first site; the source line alone when a rule read the source."""
+    if not finding.sites:
+        return "the kernel"
+    site = finding.sites[0]
+    if site.source.endswith(f":{site.line}"):
+        return site.source
+    return f"PTX line {site.line}" + (f" ({site.source})" if site.source else "")
 
 
 def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -159,7 +159,7 @@ def renew_reference(lock: Lock, tree: Tree, reason: str) -> tuple[Lock, str]:
 
 def locked(artifact: Artifact, before: Entry | None, policy: Policy, reason: str) -> Entry:
     """Audit one artifact; its entry, with the evidence that `before` had. Raises Refused for a defect."""
-    reports = cli.audit_artifact(artifact)
+    reports = cli.audit_artifact(artifact, ROOT)
     used: set[Suppression] = set()
     verdict, left = judge(artifact.kernel, reports, policy.suppressions, datetime.now(UTC).date(), used)
     name = f"{artifact.kernel} {artifact.arch}"

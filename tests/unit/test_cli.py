@@ -300,7 +300,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tree.Tree, "read", lambda root, policy, sources: samples.TREE)
     monkeypatch.setattr(build, "source_hashes", lambda kernel: samples.TREE.sources[kernel])
     monkeypatch.setattr(cli, "stored_artifacts", lambda *_: [samples.artifact(), samples.artifact("sm_100a")])
-    monkeypatch.setattr(cli, "audit_artifact", lambda a: (samples.report(arch=a.arch),))
+    monkeypatch.setattr(cli, "audit_artifact", lambda a, root: (samples.report(arch=a.arch),))
     samples.lock().save(tmp_path / "golden" / "kernels.lock")
     return tmp_path
 
@@ -318,7 +318,9 @@ def test_the_gate_takes_the_verdict_of_its_rows(checkout: Path, capsys, monkeypa
         ((samples.UNDECIDED,), ExitCode.INCONCLUSIVE),
         ((replace(samples.UNDECIDED, verdict=Verdict.ERROR),), ExitCode.ERROR),
     ):
-        monkeypatch.setattr(cli, "audit_artifact", lambda a, f=findings: (samples.report(*f, arch=a.arch),))
+        monkeypatch.setattr(
+            cli, "audit_artifact", lambda a, root, f=findings: (samples.report(*f, arch=a.arch),)
+        )
         assert run(capsys, "gate", "--no-build", "--root", checkout)[0] == code
     (checkout / "golden" / "kernels.lock").unlink()
     code, out, _ = run(capsys, "gate", "--no-build", "--root", checkout, "--format", "json")

@@ -67,7 +67,7 @@ class World:
         monkeypatch.setattr(self.module.cli, "toolkit_is_here", lambda: False)
         monkeypatch.setattr(self.module.cli, "open_store", lambda root: store)
         monkeypatch.setattr(
-            self.module.cli, "audit_artifact", lambda a: (report(*self.findings, arch=a.arch),)
+            self.module.cli, "audit_artifact", lambda a, root: (report(*self.findings, arch=a.arch),)
         )
 
     def run(self, *arguments: str) -> int:
