@@ -84,6 +84,10 @@ class CFG:
             out += targets or [self.exit]
         return list(dict.fromkeys(out))
 
+    def following(self, block: int) -> int:
+        """The block (or the exit) that stands after `block` in the text: where an untaken branch goes."""
+        return self._block_at(self.blocks[block].end)
+
     def terminator(self, block: int) -> Instruction | None:
         """The branch, return or trap that ends a block, None where it falls through."""
         b = self.blocks[block]

@@ -21,9 +21,10 @@ from itertools import pairwise
 
 from .cfg import CFG
 from .effects import Access, Effect, Kind, bytes_of
+from .feasible import Feasibility
 from .ir import Imm
 from .provenance import Address, Affine, Provenance, may_overlap
-from .threads import Executors, Fact, Threads
+from .threads import Executors, Threads
 
 QUIET = frozenset({Kind.COMPUTE, Kind.WARP, Kind.BRANCH, Kind.PREFETCH, Kind.EXIT})
 PRIVATE = frozenset({"local", "param", "const"})
@@ -272,6 +273,25 @@ class Order:
                 queue.append(n)
         return came
 
+    def as_thread_of(self, index: int) -> Callable[[int, int], bool]:
+        """Whether an edge can be taken by the threads that execute instruction `index`: for `search`."""
+        who = self.threads.executors(index)
+
+        def enter(before: int, node: int) -> bool:
+            here = self.entering(before, node)
+            if here is not None and here.disjoint(who):
+                return False
+            block = self.block(before)
+            if block is None or node < self._heads or node > self.exit:
+                return True
+            return self.feasibility.possible(index, block, node - self._heads)
+
+        return enter
+
+    @cached_property
+    def feasibility(self) -> Feasibility:
+        return Feasibility(self.cfg, self.threads.ssa, self.provenance, self.threads)
+
     def seen_by(
         self, user: int, index: int, stop: Callable[[int], bool] = lambda i: False
     ) -> tuple[dict[int, int], int]:
@@ -281,19 +301,13 @@ class Order:
         Threads that do not execute `index` themselves are followed from the last block that all paths to either
         pass: what they meet after it is not ordered after `index` unless a stop says so.
         """
-        who = self.threads.executors(user)
-
-        def enter(before: int, node: int) -> bool:
-            here = self.entering(before, node)
-            return here is None or not here.disjoint(who)
-
         start = index
-        if self.threads.executors(index).disjoint(who):
+        if self.threads.executors(index).disjoint(self.threads.executors(user)):
             block = self.cfg.block_of[index]
             while not self.cfg.block_dominates(block, self.cfg.block_of[user]):
                 block = self.cfg.idom[block]
             start = self._last.get(block, self.head(block))
-        return self.search([start], stop, sync=False, enter=enter), start
+        return self.search([start], stop, sync=False, enter=self.as_thread_of(user)), start
 
     def trace(self, came: dict[int, int], goal: int, starts: Iterable[int]) -> list[int]:
         """Nodes from the start of a search to `goal`."""
@@ -341,13 +355,5 @@ class Order:
         if block is None:
             return None if to is None else self.block_executors[to]
         who = self.block_executors[block]
-        last = self.cfg.terminator(block)
-        if node < self._heads or last is None or last.pred is None:
-            return who
-        following = self.cfg._block_at(self.cfg.blocks[block].end)
-        target = node - self._heads
-        if len(self.cfg.successors[block]) < 2 or target not in self.cfg.successors[block]:
-            return who
-        taken = target != following
-        fact = Fact(self.threads.ssa.read(last.index, last.pred[0]), taken != last.pred[1])
-        return self.threads.restrict(who, fact)
+        fact = self.threads.edge_fact(block, node - self._heads) if self._heads <= node <= self.exit else None
+        return who if fact is None else self.threads.restrict(who, fact)

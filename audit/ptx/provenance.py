@@ -312,7 +312,7 @@ class Provenance:
             return None
         return self.ssa.read(ins.index, op.name)
 
-    def _atom_interval(self, atom: Atom) -> Interval:
+    def atom_interval(self, atom: Atom) -> Interval:
         if atom[0] == "reg":
             return self._ranges.get(str(atom[1]), FULL)
         if atom[0] == "value" and isinstance(atom[1], int) and atom[1] >= 0:
@@ -330,7 +330,7 @@ class Provenance:
             if not found_base and c == 1 and base is not None and _is_base(atom, base):
                 found_base = True
                 continue
-            here = self._atom_interval(atom)
+            here = self.atom_interval(atom)
             for form, interval in facts.items():
                 if form.terms == ((atom, 1),):
                     here = max(here[0], interval[0] - form.const), min(here[1], interval[1] - form.const)

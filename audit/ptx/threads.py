@@ -164,17 +164,19 @@ class Threads:
 
     def _edge_fact(self, block: int) -> Fact | None:
         before = self.cfg.predecessors[block]
-        if len(before) != 1:
-            return None
-        last = self.cfg.terminator(before[0])
+        return self.edge_fact(before[0], block) if len(before) == 1 else None
+
+    def edge_fact(self, block: int, target: int) -> Fact | None:
+        """The predicate value with which control goes from `block` to its successor `target`, None without one."""
+        last = self.cfg.terminator(block)
         if last is None or last.pred is None or last.opcode == "trap":
             return None
-        following = self.cfg._block_at(self.cfg.blocks[before[0]].end)
-        if len(set(self.cfg.successors[before[0]])) < 2:
+        successors = self.cfg.successors[block]
+        if len(successors) < 2 or target not in successors:
             return None
         register, negated = last.pred
-        taken = block != following
-        waited = (before[0], block) in self.cfg.loop_ends
+        taken = target != self.cfg.following(block)
+        waited = (block, target) in self.cfg.loop_ends
         return Fact(self.ssa.read(last.index, register), taken != negated, waited)
 
     def facts(self, index: int) -> tuple[Fact, ...]:
@@ -239,7 +241,7 @@ class Threads:
                 if (joined == "and" and holds) or (joined == "or" and not holds):
                     return [(ins, holds), *self._operand_comparisons(ins, operands[3], holds, depth)]
                 return []
-            inner = self._tested_predicate(ins)
+            inner = self.tested_predicate(ins)
             if inner is not None:
                 negate = (ins.mods[0] == "ne") == holds
                 return self._comparisons(inner, negate, depth + 1)
@@ -272,8 +274,10 @@ class Threads:
             return []
         return self._comparisons(self.ssa.read(ins.index, op.name), holds, depth + 1)
 
-    def _tested_predicate(self, setp: Instruction) -> int | None:
-        """The predicate behind `selp %r, 1, 0, %p; setp.ne %q, %r, 0`."""
+    def tested_predicate(self, setp: Instruction) -> int | None:
+        """The predicate behind `selp %r, 1, 0, %p; setp.ne %q, %r, 0`, None for any other instruction."""
+        if setp.opcode != "setp" or len(setp.operands) != 3:
+            return None
         left, right = setp.operands[1], setp.operands[2]
         if setp.mods[0] not in ("eq", "ne") or not isinstance(left, Reg):
             return None
@@ -323,7 +327,7 @@ class Threads:
 
     def _plain(self, form: Affine) -> Affine:
         """Without the atoms that are always zero: `%tid.y` of a one-dimensional block."""
-        terms = tuple((atom, c) for atom, c in form.terms if self.provenance._atom_interval(atom) != (0, 0))
+        terms = tuple((atom, c) for atom, c in form.terms if self.provenance.atom_interval(atom) != (0, 0))
         return form if len(terms) == len(form.terms) else Affine(form.const, terms)
 
     def _apply(self, who: Executors, setp: Instruction, holds: bool) -> Executors | None:
@@ -347,7 +351,7 @@ class Threads:
         return [(form, interval)]
 
     def _narrow(self, who: Executors, form: Affine, interval: Interval) -> Executors | None:
-        linear = {a: c for a, c in self._linear.items() if self.provenance._atom_interval(a) != (0, 0)}
+        linear = {a: c for a, c in self._linear.items() if self.provenance.atom_interval(a) != (0, 0)}
         if dict(form.terms) == linear:
             form = Affine(0, ((("reg", "%tid"), 1),))
         if len(form.terms) != 1 or form.const:
@@ -355,7 +359,7 @@ class Threads:
         ((atom, c),) = form.terms
         if c != 1:
             return None
-        subject, scale = self._subject(atom)
+        subject, scale = self.subject(atom)
         if subject == "thread":
             low, high = interval[0] * scale, interval[1] * scale + scale - 1
             low, high = _meet(_meet(who.threads, (low, high)), (0, self._count - 1))
@@ -375,7 +379,7 @@ class Threads:
     def _subjects(self) -> dict[object, tuple[str, int]]:
         return {}
 
-    def _subject(self, atom: object) -> tuple[str, int]:
+    def subject(self, atom: object) -> tuple[str, int]:
         """What an atom counts: "thread" (in groups of so many threads), "lane", "rank", or ""."""
         if atom not in self._subjects:
             self._subjects[atom] = ("", 1)
@@ -401,7 +405,7 @@ class Threads:
             inner = Affine(0, ((("reg", "%tid"), 1),))
         if len(inner.terms) != 1 or inner.terms[0][1] != 1 or inner.const:
             return unknown
-        source, scale = self._subject(inner.terms[0][0])
+        source, scale = self.subject(inner.terms[0][0])
         if ins.opcode == "shfl":
             return (source, scale) if source == "rank" or scale % 32 == 0 else unknown
         if len(ins.operands) < 3 or source != "thread":

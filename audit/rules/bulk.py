@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..ptx.effects import Access, Kind
 from ..ptx.ir import Imm
 from ..subject import Subject
@@ -49,7 +47,7 @@ class Outstanding:
     def __init__(self, s: Subject, store: int, also_read: bool, own: bool) -> None:
         self.came: dict[int, int] = {}
         self.waits: list[int] = []
-        enter = same_threads(s, store)
+        enter = s.order.as_thread_of(store)
         seen = {(store, 0)}
         stack = [(store, 0)]
         for node, commits in stack:
@@ -68,14 +66,3 @@ class Outstanding:
                 seen.add((n, commits))
                 self.came.setdefault(n, node)
                 stack.append((n, commits))
-
-
-def same_threads(s: Subject, i: int) -> Callable[[int, int], bool]:
-    """Follow only what the threads that execute instruction `i` can execute."""
-    who = s.executors(i)
-
-    def enter(before: int, node: int) -> bool:
-        here = s.order.entering(before, node)
-        return here is None or not here.disjoint(who)
-
-    return enter

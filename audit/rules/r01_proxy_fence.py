@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ..findings import Finding, Severity
+from ..findings import Finding, Severity, Verdict
 from ..ptx.effects import Access, Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
@@ -19,6 +20,7 @@ def check(s: Subject) -> Iterator[Finding]:
         return
     fenced = {i for i in s.order.events if fences_async(s.effects[i])}
     reported: set[int] = set()
+    doubtful: list[Finding] = []
     for group in groups(s, async_shared_reads(s)):
         index, access = group[0]
         overlapping = [
@@ -35,7 +37,14 @@ def check(s: Subject) -> Iterator[Finding]:
             if w in through and w not in fenced:
                 reported.add(w)
                 route = s.order.trace(through, w, waits if b.asynchronous else readers)[::-1]
-                yield _finding(s, w, b, index, access, route)
+                finding = _finding(s, w, b, index, access, route)
+                if finding.verdict is Verdict.FINDING:
+                    yield finding
+                else:
+                    doubtful.append(finding)
+    if doubtful:
+        more = f" ({len(doubtful)} writes)" if len(doubtful) > 1 else ""
+        yield replace(doubtful[0], message=doubtful[0].message + more)
 
 
 def _completes_copies(s: Subject, i: int) -> bool:

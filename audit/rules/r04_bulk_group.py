@@ -8,14 +8,14 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .bulk import Outstanding, grouped_stores, is_wait, same_threads
+from .bulk import Outstanding, grouped_stores, is_wait
 
 
 def check(s: Subject) -> Iterator[Finding]:
     commits = set(s.find(Kind.BULK_GROUP, op="commit"))
     waits = [i for i in s.find(Kind.BULK_GROUP) if is_wait(s, i, also_read=True)]
     for i, _, _ in grouped_stores(s):
-        enter = same_threads(s, i)
+        enter = s.order.as_thread_of(i)
         open_ = s.order.search([i], stop=commits.__contains__, sync=False, enter=enter)
         if s.order.exit in open_:
             yield _finding(

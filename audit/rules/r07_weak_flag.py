@@ -72,6 +72,16 @@ def _fixed(s: Subject, i: int, loop: Loop) -> bool:
 
 
 def check(s: Subject) -> Iterator[Finding]:
+    """One finding per kind and instruction name: an unrolled poll is one poll."""
+    seen: set[tuple[str, str]] = set()
+    for finding in _check(s):
+        key = (finding.verdict, finding.sites[0].text.split()[0])
+        if key not in seen:
+            seen.add(key)
+            yield finding
+
+
+def _check(s: Subject) -> Iterator[Finding]:
     for loop, i, access in polls(s):
         if access.sem in ("acquire", "acq_rel", "mmio"):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..findings import Finding, Severity
 from ..ptx.effects import Access, Kind
@@ -11,6 +11,8 @@ from ..ptx.threads import Executors
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
 from .memory import exact, peer
+
+Enter = Callable[[int, int], bool]
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -71,14 +73,12 @@ def _outlives(s: Subject, access: int, waits: list[int]) -> bool:
     """
     stops = set(waits)
     for w in waits:
-        who = s.executors(w)
+        who, as_waiter = s.executors(w), s.order.as_thread_of(w)
 
-        def enter(before: int, node: int, who: Executors = who) -> bool:
+        def enter(before: int, node: int, who: Executors = who, as_waiter: Enter = as_waiter) -> bool:
             here = s.order.entering(before, node)
-            if here is None:
-                return True
-            apart = here.ranks[1] < who.ranks[0] or who.ranks[1] < here.ranks[0]
-            return not apart and not here.disjoint(who)
+            apart = here is not None and (here.ranks[1] < who.ranks[0] or who.ranks[1] < here.ranks[0])
+            return not apart and as_waiter(before, node)
 
         start = s.order.seen_by(w, access)[1]
         reached = s.order.search([start], stop=stops.__contains__, sync=False, enter=enter)
@@ -101,6 +101,8 @@ def _finding(
         + ": the target may have exited"
     )
     settle = "" if exact(s, i, a) else f"which CTA {s.address(i, a).describe()} lies in when the others exit"
+    if waits and all(s.executors(w).varying for w in waits):
+        settle = f"that some thread of every target CTA executes the wait at line {s.body[waits[0]].line}"
     if a.multicast or not peer(s, i, a):
         settle = settle or "which CTAs the multicast mask names, and that all of them wait"
     return s.finding(
@@ -110,7 +112,7 @@ def _finding(
         [s.site(i, "remote access"), *(s.site(w, "wait") for w in waits[:2])],
         missing="remote access done -> exit of the target CTA",
         fix="end with barrier.cluster.arrive and barrier.cluster.wait in all threads of all CTAs of the cluster",
-        settle=settle if settle and not _certain(s, i, a) else "",
+        settle=settle if settle.startswith("that some") or not _certain(s, i, a) else "",
         path=route,
     )
 
