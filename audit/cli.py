@@ -95,9 +95,11 @@ def reason(error: BaseException) -> str:
 
 # Commands of other modules, imported only when they are asked for: name -> (module, attribute).
 _ELSEWHERE = {
+    "capture": ("k3_audit.audit.capture.commands", "commands"),
     "plan": ("k3_audit.fused_backend.commands", "plan"),
     "prompts": ("k3_audit.audit.prompts", "commands"),
     "support": ("k3_audit.fused_backend.commands", "support"),
+    "teeth": ("k3_audit.audit.teeth_command", "teeth"),
 }
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 228 KB for 9.0, 10.0 and 10.3.
 _SHARED_MEMORY_PER_SM = 228 * 1024
 

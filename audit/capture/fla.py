@@ -8,13 +8,14 @@ recurrence, and a gated norm. Shapes are those of Kimi K3 at tensor parallelism 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .cutedsl import Code, empty_packages
+from .cutedsl import Code, empty_packages, stub
 from .wheels import CaptureError, Wheel, unpack
 
 WHEEL = Wheel("fla-core", "0.6.0", "b0708b70e0b119cd58a0a5146ea56cb175cef6ed969d8ac60267e3e077ce3ebd", 1)
@@ -118,26 +119,32 @@ def _recurrence(tp: int, heads: int, step: str) -> Recipe:
         **{"ALLOW_NEG_EIGVAL": False, "STATE_V_FIRST": True, "num_stages": 2},
     }
     kernel = "fla.ops.kda.fused_recurrent:fused_recurrent_kda_fwd_kernel"
-    return Recipe(f"recurrence.{step}.tp{tp}", kernel, arguments, constants, {"num_warps": 4, "num_stages": 2})
+    return Recipe(
+        f"recurrence.{step}.tp{tp}", kernel, arguments, constants, {"num_warps": 4, "num_stages": 2}
+    )
+
+
+def prepare() -> None:
+    """Fetch what the builds need, once. Raises CaptureError as `unpack`, and without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise CaptureError("triton is not installed: pip install 'k3-audit[triton]'")
+    unpack(WHEEL, ["fla/"])
 
 
 def build(name: str, arch: str) -> list[Code]:
     """Compile one recipe for one architecture ("sm_90"), with source lines.
 
-    Raises KeyError for an unknown name, CaptureError when the wheel or Triton cannot be had, and whatever the
-    compiler raises.
+    Raises KeyError for an unknown name, CaptureError as `prepare`, and whatever the compiler raises.
     """
-    try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-    except ImportError:
-        raise CaptureError("triton is not installed: pip install 'k3-audit[triton]'") from None
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
     recipe = {r.name: r for r in recipes()}[name]
     root = unpack(WHEEL, ["fla/"])
     module, kernel = recipe.call.split(":")
     empty_packages(root, module.rpartition(".")[0], "fla.ops.utils")
+    stub("einops", rearrange=None)  # host side only
     sys.modules["fla"].__version__ = WHEEL.version  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no GPU here

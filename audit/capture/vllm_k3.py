@@ -187,7 +187,9 @@ def _output(tp: int) -> Iterator[Recipe]:
                 arguments = (kind, k, batch, tp, 4, True, mla, publishes, 64, twoshot)
                 yield Recipe(name, call, arguments)
     yield Recipe(
-        f"oproj.producer_umma.tp{tp}.b16", call, ("producer_umma", k, 16, tp, 4, True, False, False, 64, False)
+        f"oproj.producer_umma.tp{tp}.b16",
+        call,
+        ("producer_umma", k, 16, tp, 4, True, False, False, 64, False),
     )
 
 
@@ -230,9 +232,7 @@ def _mixture(tp: int) -> Iterator[Recipe]:
         arguments = (tp, batch, 0, mode, 2, batch > 8, umma and published)
         yield Recipe(f"moe.tail.{mode}.tp{tp}.b{batch}", "moe.tail_runtime:compile_tail", arguments)
         if published:
-            yield Recipe(
-                f"moe.tail.push.tp{tp}.b{batch}", "moe.tail_runtime:compile_push", (batch, 0, tp)
-            )
+            yield Recipe(f"moe.tail.push.tp{tp}.b{batch}", "moe.tail_runtime:compile_push", (batch, 0, tp))
 
 
 def _experts(tp: int, batch: int) -> Recipe:
@@ -272,9 +272,7 @@ def _small_batch(tp: int) -> Iterator[Recipe]:
         routed = (layout("bfloat16", 3584), layout("int32", 16), layout("uint8", 3, 128), w13, w2)
         routed += (layout("bfloat16", 16, 3584), layout("int32", 1))
         yield Recipe("moe.small_batch.experts.tp8.b1", call, ("experts_tp8", routed, device))
-        yield Recipe(
-            "moe.small_batch.tables.tp8", call, ("tables", (layout("float32", 131072),), device)
-        )
+        yield Recipe("moe.small_batch.tables.tp8", call, ("tables", (layout("float32", 131072),), device))
         yield Recipe(
             "moe.tail.front_poll.tp8.b1", "moe.tail_runtime:compile_tail", (8, 1, 0, "front_poll", 3)
         )
@@ -305,7 +303,10 @@ def _scale_bytes(tp: int) -> tuple[int, int]:
 
 
 def _recoverssm() -> Iterator[Recipe]:
-    verify, commit = f"{MODEL}.recoverssm.kernels:_compile_verify", f"{MODEL}.recoverssm.kernels:_compile_commit"
+    verify, commit = (
+        f"{MODEL}.recoverssm.kernels:_compile_verify",
+        f"{MODEL}.recoverssm.kernels:_compile_commit",
+    )
     for tp in (8, 16):
         heads = 96 // tp
         for window in (4, 8):
@@ -327,6 +328,12 @@ def _flashinfer() -> Iterator[Recipe]:
 
 
 # -- how to run one
+
+
+def prepare() -> None:
+    """Fetch what the builds need, once. Raises CaptureError as `unpack`."""
+    unpack(WHEEL, ["vllm/models/kimi_k3/"])
+    unpack(FLASHINFER, ["flashinfer/gemm/kernels/dense_bf16_gemm_sm100_splitk"])
 
 
 def build(name: str, arch: str) -> list[Code]:

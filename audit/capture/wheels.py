@@ -68,7 +68,9 @@ def fetch(wheel: Wheel, cache: Path | None = None) -> Path:
                 timeout=_CLIENT_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            raise CaptureError(f"pip did not deliver {wheel.requirement} within {_CLIENT_TIMEOUT_S} s") from None
+            raise CaptureError(
+                f"pip did not deliver {wheel.requirement} within {_CLIENT_TIMEOUT_S} s"
+            ) from None
         found = list(Path(staging).glob("*.whl"))
         if done.returncode or not found:
             said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
