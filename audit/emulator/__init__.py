@@ -265,6 +265,13 @@ def _check_directives(program: Program, launch: Launch) -> None:
             raise ValueError(
                 f"{program.name} requires blocks of {need} threads (.reqntid), not {launch.block}"
             )
+    cluster = directives.get("reqnctapercluster")
+    if cluster:
+        wanted = tuple(int(x) for x in cluster) + (1,) * (3 - len(cluster))
+        if wanted != launch.cluster:
+            raise ValueError(
+                f"{program.name} requires clusters of {wanted} (.reqnctapercluster), not {launch.cluster}"
+            )
     threads = launch.block[0] * launch.block[1] * launch.block[2]
     limit = directives.get("maxntid")
     if limit:

@@ -23,74 +23,101 @@ TX_LIMIT = (1 << 20) - 1  # "Tracking asynchronous operations by the mbarrier ob
 COUNT_LIMIT = (1 << 20) - 1
 
 
+@dataclass
+class Wait:
+    """Lanes that cannot go on. `keys` says per lane what it waits for; `resume` finishes the instruction."""
+
+    kind: str
+    lanes: Array
+    keys: Array
+    pc: int
+    detail: Array | None = None
+    resume: Any = None
+    scope: str = ""
+
+
 class CtaBarriers:
     """bar.sync, bar.red, bar.arrive."""
 
     def __init__(self, g: Grid) -> None:
         self.g = g
-        self.arrived = np.zeros((NAMED, g.slots), np.int64)
+        self.arrived = np.zeros((NAMED, g.n // 32), np.int64)  # threads of each warp
         self.expected = np.zeros((NAMED, g.slots), np.int64)  # 0: every living thread of the CTA
         self.true = np.zeros((NAMED, g.slots), np.int64)  # arrivals with a true predicate, for bar.red
+
+    def reached(self, barrier: int) -> tuple[Array, Array]:
+        """(threads that have arrived, threads that are needed) per CTA slot.
+
+        Where the barrier has a count, a warp counts as 32 threads however many of them exist.
+        """
+        g, count = self.g, self.expected[barrier]
+        here = self.arrived[barrier].reshape(g.slots, -1)
+        absent = 32 - np.bitwise_count(g.warp_alive).astype(np.int64).reshape(g.slots, -1)
+        warps = np.where(here > 0, np.minimum(here + absent, 32), 0).sum(axis=1)
+        return np.where(count > 0, warps, here.sum(axis=1)), np.where(count > 0, count, g.cta_alive)
 
     def arrive(
         self, lanes: Array, barrier: int, count: int, pc: int, wait: bool, value: Array | None, resume: Any
     ) -> Array:
         """Threads reach a barrier. Returns those that need not wait: it opened, or they only arrive."""
         g = self.g
-        arriving = np.bincount(g.slot[lanes], minlength=g.slots)
-        slots = np.flatnonzero(arriving)
-        counts = arriving[slots]
-        position = (np.cumsum(arriving > 0) - 1)[g.slot[lanes]]
-        before = self.arrived[barrier, slots]
-        mixed = (before > 0) & (self.expected[barrier, slots] != count)
-        if mixed.any():
-            lane = int(lanes[mixed[position]][0])
+        if count % 32:
+            raise Fault("barrier", f"thread count {count} is no multiple of the warp size", lane=int(lanes[0]))
+        slots = np.flatnonzero(np.bincount(g.slot[lanes], minlength=g.slots))
+        mixed = (self.reached(barrier)[0] > 0) & (self.expected[barrier] != count)
+        if mixed[slots].any():
+            lane = int(lanes[mixed[g.slot[lanes]]][0])
             raise Fault("barrier", f"barrier {barrier} has different thread counts in one phase", lane=lane)
         self.expected[barrier, slots] = count
-        self.arrived[barrier, slots] += counts
+        arriving = np.bincount(g.warp[lanes], minlength=g.n // 32)
+        self.arrived[barrier] += arriving
+        have, need = self.reached(barrier)
+        over = have > need
+        if over[slots].any():
+            # More than one phase's worth of warps at once: they arrive one after the other.
+            self.arrived[barrier] -= arriving
+            warps = np.flatnonzero(arriving)
+            if warps.size == 1:
+                lane = int(lanes[0])
+                raise Fault("barrier", f"more threads at barrier {barrier} than its count {count}", lane=lane)
+            parts = [np.flatnonzero(g.warp[lanes] == w) for w in warps]
+            through = [
+                self.arrive(lanes[k], barrier, count, pc, wait, None if value is None else value[k], resume)
+                for k in parts
+            ]
+            return np.sort(np.concatenate(through))
         if value is not None:
             np.add.at(self.true[barrier], g.slot[lanes], value)
-        need = np.full(slots.size, count) if count else g.cta_alive[slots]
-        total = self.arrived[barrier, slots]
-        if (total > need).any():
-            lane, count = int(lanes[(total > need)[position]][0]), int(need.min())
-            raise Fault("barrier", f"more threads at barrier {barrier} than its count {count}", lane=lane)
-        open_ = total == need
         g.release(lanes, "cta")
-        passing = open_[position]
+        opens = have == need
+        passing = opens[g.slot[lanes]]
         if wait:
-            from .grid import Wait
-
             stay = lanes[~passing]
-            keys = g.slot[stay] * NAMED + barrier
-            g.wait(Wait("barrier", stay, keys, pc, np.full(stay.size, count), resume, "cta"))
-        if open_.any():
-            self._open(barrier, slots[open_])
+            g.wait(Wait("barrier", stay, g.slot[stay] * NAMED + barrier, pc, None, resume, "cta"))
+        ready = slots[opens[slots]]
+        if ready.size:
+            go = lanes[passing]
+            if wait and resume is not None:
+                resume(g, go)
+            self._open(barrier, ready)
             if wait:
-                go = lanes[passing]
-                if resume is not None:
-                    resume(g, go)
                 g.acquire(go, "cta")
-            self._reset(barrier, slots[open_])
         return lanes[passing] if wait else lanes
 
     def _open(self, barrier: int, slots: Array) -> None:
-        keys = slots * NAMED + barrier
-        self.g.wake("barrier", lambda w: np.isin(w.keys, keys))
+        """Let the waiting threads of these CTAs go, and begin the next phase."""
+        self.g.wake("barrier", lambda w: np.isin(w.keys, slots * NAMED + barrier))
+        self.arrived[barrier].reshape(self.g.slots, -1)[slots] = 0
+        self.true[barrier, slots] = 0
         self.g.machine.progress += 1
 
-    def _reset(self, barrier: int, slots: Array) -> None:
-        self.arrived[barrier, slots] = 0
-        self.true[barrier, slots] = 0
-
     def recheck(self, slots: Array) -> None:
-        """Threads have exited: barriers without a count may be complete now."""
-        for barrier in np.flatnonzero(self.arrived[:, slots].any(axis=1)).tolist():
-            waiting = (self.arrived[barrier, slots] > 0) & (self.expected[barrier, slots] == 0)
-            ready = slots[waiting & (self.arrived[barrier, slots] >= self.g.cta_alive[slots])]
+        """Threads have exited: barriers may be complete now."""
+        for barrier in np.flatnonzero(self.arrived.any(axis=1)).tolist():
+            have, need = self.reached(barrier)
+            ready = slots[(have[slots] > 0) & (have[slots] >= need[slots])]
             if ready.size:
                 self._open(barrier, ready)
-                self._reset(barrier, ready)
 
 
 class ClusterBarriers:
@@ -135,8 +162,6 @@ class ClusterBarriers:
 
     def wait(self, lanes: Array, pc: int, acquire: bool) -> Array:
         """Returns the lanes whose phase is complete; blocks the others."""
-        from .grid import Wait
-
         never = self.pending[lanes] < 0
         if never.any():
             raise Fault("barrier", "barrier.cluster.wait without an arrive", lane=int(lanes[never][0]))

@@ -7,13 +7,12 @@ for all of them, else an ascending index array; `register[selection]` works with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import memory as mem
-from .barriers import ClusterBarriers, CtaBarriers, MBarriers
+from .barriers import ClusterBarriers, CtaBarriers, MBarriers, Wait
 from .errors import Fault, Where
 from .history import History
 from .memory import Pool
@@ -31,19 +30,6 @@ EVERYONE = slice(None)
 FULL = np.uint32(0xFFFFFFFF)  # the membermask of a whole warp
 
 Dim = tuple[int, int, int]
-
-
-@dataclass
-class Wait:
-    """Lanes that cannot go on. `keys` says per lane what it waits for; `resume` finishes the instruction."""
-
-    kind: str
-    lanes: Array
-    keys: Array
-    pc: int
-    detail: Array | None = None
-    resume: Any = None
-    scope: str = ""
 
 
 class Grid:

@@ -35,7 +35,7 @@ from .values import Array
 
 SPINS = 16  # backward branches after which a group gives way
 CHANGE_EVERY = 300  # instructions between priority changes of the random schedule, on average
-RESIDENT_BYTES = 1 << 30  # registers of the CTAs that are resident at a time
+RESIDENT_BYTES = 1 << 29  # registers and shared memory of the CTAs that are resident at a time
 SCHEDULES = ("lockstep", "eager", "random")
 
 
@@ -137,8 +137,9 @@ class Machine:
 
     def _start(self, launch: Prepared, previous: Grid | None) -> None:
         program = launch.program
-        lane_bytes = max(1, sum(max(1, s) for s in program.register_sizes) + program.local_size)
+        lane_bytes = sum(max(1, s) for s in program.register_sizes) + program.local_size
         threads = launch.block[0] * launch.block[1] * launch.block[2]
+        cta_bytes = lane_bytes * threads + 2 * program.shared_size(launch.dynamic_smem) + 1
         g = Grid(
             self,
             len(self.grids),
@@ -148,7 +149,7 @@ class Machine:
             launch.block,
             launch.cluster,
             launch.dynamic_smem,
-            max(1, RESIDENT_BYTES // (lane_bytes * threads)),
+            max(1, RESIDENT_BYTES // cta_bytes),
         )
         self.grids.append(g)
         self.trace.executed.append(set())
@@ -431,9 +432,8 @@ class Machine:
             return f"{n} threads wait for {what} at {where}"
         if w.kind == "barrier":
             slot, barrier = divmod(int(w.keys[0]), NAMED)
-            arrived = int(g.barriers.arrived[barrier, slot])
-            need = int(g.barriers.expected[barrier, slot]) or int(g.cta_alive[slot])
-            return f"{n} threads wait at barrier {barrier} ({arrived} of {need} have arrived) at {where}"
+            have, need = (int(x[slot]) for x in g.barriers.reached(barrier))
+            return f"{n} threads wait at barrier {barrier} ({have} of {need} have arrived) at {where}"
         if w.kind == "cluster":
             return f"{n} threads wait at the cluster barrier at {where}"
         return f"{n} threads wait for launch {int(w.keys[0])} to complete at {where}"

@@ -485,6 +485,8 @@ def setp(d: Decoder) -> Step:
     c = d.pred(3) if combine else None
     if d.ins.opcode == "set":
         out = d.mods[-2]
+        if out not in ("u32", "s32", "f32"):
+            raise d.fail()
         write = d.dst(0, out)
         yes = immediate(Imm(1.0, "1.0"), "f32") if out == "f32" else np.full(1, -1, np.int32).view(dtype(out))
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ptx.ir import Addr, Operand, Reg
-from .barriers import NAMED
+from .barriers import NAMED, Wait
 from .errors import Fault
-from .grid import Wait
 from .ops_warp import together
 from .program import STOP, Decoder, Reader, Step, op
 from .values import Array
@@ -53,7 +52,10 @@ def bar(d: Decoder) -> Step:
         """Write the reduction's result for lanes that pass."""
         b = np.broadcast_to(barrier(g, lanes), lanes.shape).astype(np.int64)
         slots = g.slot[lanes]
-        true, total = g.barriers.true[b, slots], g.barriers.arrived[b, slots]
+        true = g.barriers.true[b, slots]
+        total = np.stack([g.barriers.arrived[k].reshape(g.slots, -1).sum(axis=1) for k in range(NAMED)])[
+            b, slots
+        ]
         result = (
             true.astype(np.uint32)
             if reduction == "popc"

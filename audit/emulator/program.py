@@ -473,7 +473,7 @@ class Program:
                     raise d.fail()
                 try:
                     step = decode(d)
-                except (KeyError, IndexError, StopIteration) as e:
+                except (KeyError, IndexError, StopIteration, AttributeError, AssertionError, TypeError) as e:
                     raise d.fail(f"form not known ({e!r})") from e
                 if d.ins.pred is not None and d.ins.opcode != "bra":
                     step = _guarded(step, d.pred(Reg(d.ins.pred[0])), d.ins.pred[1], pc)

@@ -79,7 +79,7 @@ WIDTHS = {16: 2, 32: 4, 64: 8}
         ("div.s{}", lambda a, b, n: int(Fraction(signed(a, n), signed(b, n))) if b else -1),
         (
             "rem.s{}",
-            lambda a, b, n: math.fmod(signed(a, n), signed(b, n)) if 0 < n < 33 and b else _rem(a, b, n),
+            lambda a, b, n: _rem(a, b, n),
         ),
     ],
 )

@@ -172,6 +172,21 @@ def test_exited_threads_do_not_hold_a_barrier() -> None:
     np.testing.assert_array_equal(out[32:], np.arange(32, 64))
 
 
+def test_a_count_is_in_whole_warps_and_phases_follow_each_other() -> None:
+    """48 threads fill a barrier of 64; 128 threads at a barrier of 64 are two phases of two warps."""
+    out = np.zeros(128, np.uint32)
+    run("bar.sync 1, 64; st.global.u32 [q], t; ret;", out, block=48)
+    np.testing.assert_array_equal(out[:48], np.arange(48))
+    run("bar.sync 1, 64; add.u32 t, t, 5; st.global.u32 [q], t; ret;", out, block=128)
+    np.testing.assert_array_equal(out, np.arange(128) + 5)
+    split = """.reg .pred p; setp.lt.u32 p, t, 16; @p bra A; setp.lt.u32 p, t, 32; @p bra B; bar.sync 1, 32;
+    A: bar.sync 1, 32; B: ret;"""
+    with pytest.raises(EmulationError, match="more threads at barrier 1"):
+        run(split, out, block=64)
+    with pytest.raises(EmulationError, match="no multiple of the warp size"):
+        run("mov.u32 i, 40; bar.sync 1, i; ret;", out, block=64)
+
+
 def test_barrier_deadlock_names_who_waits() -> None:
     with pytest.raises(Deadlock, match=r"32 threads wait at barrier 3 \(32 of 96 have arrived\)"):
         run(
