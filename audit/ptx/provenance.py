@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .cfg import CFG
+from .cfg import CFG, Loop
 from .effects import defined, used, words
 from .ir import Addr, Function, Imm, Instruction, Module, Not, Operand, Pair, Reg, Symbol, TensorAddr, Vec
 from .parser import TYPE_BYTES
@@ -235,6 +235,16 @@ def _blur(value: Parts) -> Parts:
 # -- the analysis -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Induction:
+    """A loop variable that grows by `step` per round, in a loop that goes round again at most `rounds` times."""
+
+    loop: Loop
+    step: int
+    rounds: int
+
+
+_SIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 _PASS = frozenset({"mov", "cvta", "shfl"})
 _MAX_ROUNDS = 4  # changes of one phi before its bounds are widened
 # `mapa`-like masks: clearing this bit of a shared::cluster address selects the even CTA of a pair.
@@ -487,6 +497,84 @@ class Provenance:
         return {None: FULL}
 
     @cached_property
+    def _inductions(self) -> dict[int, _Induction]:
+        """Loop variables that grow by a constant per round, in loops whose number of rounds is known."""
+        ssa = self.ssa
+        stepping: dict[int, dict[int, int]] = {}
+        for v, value in enumerate(ssa.values):
+            if not value.is_phi:
+                continue
+            loop = self._loop_at.get(value.block)
+            inside = {i for b, i in value.inputs if loop is not None and b in loop.blocks}
+            if loop is None or len(inside) != 1 or len(value.inputs) - len(loop.latches) < 1:
+                continue
+            form = self.forms[inside.pop()]
+            if form.terms == ((("value", v), 1),):
+                stepping.setdefault(value.block, {})[v] = form.const
+        found: dict[int, _Induction] = {}
+        for header, variables in stepping.items():
+            loop = self._loop_at[header]
+            rounds = self._rounds(loop, variables)
+            if rounds is not None:
+                found |= {v: _Induction(loop, step, rounds) for v, step in variables.items()}
+        return found
+
+    @cached_property
+    def _loop_at(self) -> dict[int, Loop]:
+        return {loop.header: loop for loop in self.cfg.loops}
+
+    def _rounds(self, loop: Loop, variables: dict[int, int]) -> int | None:
+        """How often at most the loop goes round again, from a test of a loop variable against a fixed limit."""
+        cfg = self.cfg
+        best: int | None = None
+        for b in loop.blocks:
+            last = cfg.terminator(b)
+            leaves = [t for t in cfg.successors[b] if t not in loop.blocks]
+            if last is None or last.pred is None or len(leaves) != 1 or last.opcode != "bra":
+                continue
+            if not all(cfg.block_dominates(b, latch) for latch in loop.latches):
+                continue
+            setp = self.ssa.definition(self.ssa.read(last.index, last.pred[0]))
+            if (
+                setp is None
+                or setp.opcode != "setp"
+                or len(setp.operands) != 3
+                or setp.mods[-1][0] not in "usb"
+            ):
+                continue
+            stays = (leaves[0] == cfg.following(b)) != last.pred[1]
+            tested = self.operand_affine(setp, setp.operands[1]).add(
+                self.operand_affine(setp, setp.operands[2]), -1
+            )
+            rounds = self._repeats(loop, variables, tested, setp.mods[0], stays)
+            if rounds is not None:
+                best = rounds if best is None else min(best, rounds)
+        return best
+
+    def _repeats(
+        self, loop: Loop, variables: dict[int, int], tested: Affine, comparison: str, stays: bool
+    ) -> int | None:
+        """How often in a row `tested comparison 0` is `stays`, when a loop variable in `tested` starts anew."""
+        for v, step in variables.items():
+            if dict(tested.terms).get(("value", v)) != 1 or not step:
+                continue
+            outside = [i for b, i in self.ssa.values[v].inputs if b not in loop.blocks]
+            if len(outside) != 1:
+                continue
+            rest = Affine(tested.const, tuple((a, c) for a, c in tested.terms if a != ("value", v)))
+            first = self.forms[outside[0]].add(rest).constant
+            if first is None:
+                continue
+            low, high = clip(FULL, _SIGNED.get(comparison, comparison), 0, stays)
+            if comparison in ("eq", "ne") and (comparison == "ne") == stays:
+                return -first // step if -first % step == 0 and -first // step >= 0 else None
+            if not low <= first <= high:
+                return 0
+            limit = high if step > 0 else low
+            return int((limit - first) // step) + 1 if math.isfinite(limit) else None
+        return None
+
+    @cached_property
     def _thresholds(self) -> list[int]:
         """Constants of comparisons and their neighbours: bounds that loops are likely to keep."""
         found = {0, 1}
@@ -560,6 +648,11 @@ class Provenance:
 
     def _evaluate(self, v: int) -> Parts:
         value = self.ssa.values[v]
+        steps = self._inductions.get(v)
+        if steps is not None:
+            first = _unite(self.parts[i] for b, i in value.inputs if b not in steps.loop.blocks)
+            low, high = min(0, steps.step * steps.rounds), max(0, steps.step * steps.rounds)
+            return {b: (a + low, z + high) for b, (a, z) in first.items()}
         merged = [self.parts[i] for _, i in value.inputs if self.parts[i]]
         if value.index < 0:
             return _unite(merged) if value.is_phi else self.parts[v]
@@ -716,6 +809,11 @@ class Provenance:
             if op in ("shr", "shl") and low == high and in_shared:
                 return _shifted(pointer, int(low) if op == "shr" else -int(low))
             if op == "and" and low == high:
+                step = int(low) & -int(low)
+                if in_shared and low > 0 and any(b and b.shift for b in pointer):
+                    mask = int(low) | (step - 1)
+                    if mask >= _DESCRIPTOR_MASK and mask & (mask + 1) == 0:
+                        return {b: (lo - step + 1 if step > 1 else lo, hi) for b, (lo, hi) in pointer.items()}
                 if low in _PEER_MASKS:
                     return {(replace(b, peer=True) if b else b): i for b, i in pointer.items()}
                 if in_shared and low >= _DESCRIPTOR_MASK and int(low) & (int(low) + 1) == 0:

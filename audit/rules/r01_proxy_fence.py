@@ -30,13 +30,12 @@ def check(s: Subject) -> Iterator[Finding]:
             continue
         readers = [i for i, _ in group]
         came = s.order.search(readers, stop=fenced.__contains__, backward=True)
-        waits = [i for i in came if _completes_copies(s, i)]
-        copied = s.order.search(waits, backward=True) if waits else {}
+        copied = _before_completion(s, readers, fenced) if any(b.asynchronous for _, b in overlapping) else {}
         for w, b in overlapping:
             through = copied if b.asynchronous else came
             if w in through and w not in fenced:
                 reported.add(w)
-                route = s.order.trace(through, w, waits if b.asynchronous else readers)[::-1]
+                route = s.order.trace(through, w, readers)[::-1]
                 finding = _finding(s, w, b, index, access, route)
                 if finding.verdict is Verdict.FINDING:
                     yield finding
@@ -47,12 +46,41 @@ def check(s: Subject) -> Iterator[Finding]:
         yield replace(doubtful[0], message=doubtful[0].message + more)
 
 
+def _before_completion(s: Subject, readers: list[int], fenced: set[int]) -> dict[int, int]:
+    """Nodes from which a reader is reached with no fence that comes after the completion of earlier `cp.async`.
+
+    Copies are in shared memory only once their group, or the mbarrier that they arrive at, has been waited for: a
+    fence before that covers nothing of them. So, going backward, a fence settles a path only when a completion
+    lies before it.
+    """
+    came: dict[int, int] = {}
+    seen = {(r, False) for r in readers}
+    queue = [(r, False) for r in readers]
+    for node, after_fence in queue:
+        for n in s.order.predecessors.get(node, ()):
+            if after_fence and _completes_copies(s, n):
+                continue
+            state = (n, after_fence or n in fenced)
+            if state not in seen:
+                seen.add(state)
+                came.setdefault(n, node)
+                queue.append(state)
+    return came
+
+
 def _completes_copies(s: Subject, i: int) -> bool:
-    """After this event `cp.async` writes are in shared memory."""
+    """After this event earlier `cp.async` writes are in shared memory."""
     if i >= len(s.body):
         return False
     e = s.effects[i]
-    return s.order.is_wait(i) or (e.kind is Kind.ASYNC_GROUP and e.op.startswith("wait"))
+    if e.kind is Kind.ASYNC_GROUP:
+        return e.op.startswith("wait")
+    if not s.order.is_wait(i):
+        return False
+    groups = [g for g in s.order.predecessors.get(i, ()) if g > s.order.exit]
+    sources = [a for g in groups for a in s.order.predecessors.get(g, ())]
+    arrivals = {a for g in sources for a in s.order.predecessors.get(g, ()) if a < len(s.body)}
+    return any(s.effects[a].kind is Kind.ASYNC_GROUP for a in arrivals)
 
 
 def _finding(s: Subject, w: int, b: Access, r: int, a: Access, route: list[int]) -> Finding:
