@@ -67,6 +67,7 @@ class Order:
         self.uncertain: set[tuple[int, int]] = set()
         self._sync_edges: set[tuple[int, int]] = set()
         self._addresses: dict[tuple[int, int], Address] = {}
+        self._entering: dict[tuple[int, int], Executors] = {}
         self._program_order()
         self._barriers()
         self._memory_objects()
@@ -227,8 +228,19 @@ class Order:
         if found is None and access.writes and access.space.startswith("shared"):
             barrier = next((a for a in self.effects[index].accesses if a.role == "mbarrier"), None)
             if barrier is not None:
-                return self._expected.get(self.address(index, barrier).affine)
+                return self._expected.get(self.address(index, barrier).affine, self._most_expected)
         return found
+
+    @cached_property
+    def _most_expected(self) -> int | None:
+        """The largest number of bytes that any object expects, None unless all such numbers are constants."""
+        expecting = [i for i in self.events if "expect_tx" in self.effects[i].op]
+        numbers = [
+            self.provenance.operand_affine(self.body[i], self.body[i].operands[-1]).constant
+            for i in expecting
+        ]
+        known = [n for n in numbers if n is not None]
+        return max(known) if known and len(known) == len(numbers) else None
 
     @cached_property
     def _expected(self) -> dict[Affine, int]:
@@ -354,6 +366,10 @@ class Order:
         block, to = self.block(before), self.block(node)
         if block is None:
             return None if to is None else self.block_executors[to]
-        who = self.block_executors[block]
-        fact = self.threads.edge_fact(block, node - self._heads) if self._heads <= node <= self.exit else None
-        return who if fact is None else self.threads.restrict(who, fact)
+        key = (block, node if self._heads <= node <= self.exit else -1)
+        found = self._entering.get(key)
+        if found is None:
+            fact = self.threads.edge_fact(block, node - self._heads) if key[1] >= 0 else None
+            who = self.block_executors[block]
+            found = self._entering[key] = who if fact is None else self.threads.restrict(who, fact)
+        return found

@@ -22,8 +22,9 @@ def check(s: Subject) -> Iterator[Finding]:
         and a.space in ("global", "generic")
     ]
     stores = [(i, a) for i, a in strong if a.writes]
-    waiting = {i for _, i, _ in polls(s)}
-    loads = [(i, a) for i, a in strong if a.reads and not a.writes and i not in waiting]
+    # A load that a loop repeats looks again; so does the copy of it that the compiler puts before the loop.
+    waiting = {s.address(i, a).affine for _, i, a in polls(s)}
+    loads = [(i, a) for i, a in strong if a.reads and not a.writes and s.address(i, a).affine not in waiting]
     if not stores or not loads:
         return
     full = {f for f in s.find(Kind.FENCE) if s.effects[f].sem == "sc"}
