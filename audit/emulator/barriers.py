@@ -62,7 +62,9 @@ class CtaBarriers:
         """Threads reach a barrier. Returns those that need not wait: it opened, or they only arrive."""
         g = self.g
         if count % 32:
-            raise Fault("barrier", f"thread count {count} is no multiple of the warp size", lane=int(lanes[0]))
+            raise Fault(
+                "barrier", f"thread count {count} is no multiple of the warp size", lane=int(lanes[0])
+            )
         slots = np.flatnonzero(np.bincount(g.slot[lanes], minlength=g.slots))
         mixed = (self.reached(barrier)[0] > 0) & (self.expected[barrier] != count)
         if mixed[slots].any():
@@ -200,7 +202,9 @@ class MBarriers:
         out = np.empty(address.size, np.int64)
         for pool, where, offset in self.g.resolve(space or "", sel, address, 8):
             if pool is not self.g.shared:
-                raise Fault("mbarrier", f"an mbarrier must lie in shared memory, not in {pool.name}")
+                raise Fault(
+                    "mbarrier", f"an mbarrier must lie in shared memory, not {pool.where(int(offset[0]))}"
+                )
             out[where] = offset
         history = self.g.history
         if history is not None and history.records:
@@ -208,7 +212,7 @@ class MBarriers:
             if stale is not None and stale[1] is not None:
                 unseen = np.flatnonzero((stale[1] != mem.MBARRIER).any(axis=1))
                 if unseen.size:
-                    where_ = self.where(int(out[unseen[0]]))
+                    where_ = self.g.shared_place(int(out[unseen[0]]))
                     text = f"the initialisation of the mbarrier at {where_} has not become visible to this thread"
                     raise Fault("mbarrier", text, int(unseen[0]))
         return out
@@ -243,14 +247,10 @@ class MBarriers:
     def _get(self, offset: int, position: int = 0) -> MBarrier:
         found = self.objects.get(offset)
         if found is None:
-            raise Fault("mbarrier", f"no mbarrier has been initialised at {self.where(offset)}", position)
+            raise Fault(
+                "mbarrier", f"no mbarrier has been initialised at {self.g.shared_place(offset)}", position
+            )
         return found
-
-    def where(self, offset: int) -> str:
-        """CTA and shared offset of an mbarrier."""
-        slot, inner = divmod(offset, self.g.shared_stride)
-        inner -= mem.RESERVED_SHARED
-        return f"shared offset {inner} of CTA {int(self.g.cta[slot])}{self.g.program.nearest_shared(inner)}"
 
     def _each(self, offsets: Array, act: Callable[[MBarrier, Array, int], None]) -> None:
         for offset in np.unique(offsets).tolist():
@@ -273,7 +273,7 @@ class MBarriers:
                 if tx is not None:
                     self._add_tx(b, int(tx[part].astype(np.int64).sum()), int(part[0]))
                 if arrivals > b.pending:
-                    where = self.where(offset)
+                    where = self.g.shared_place(offset)
                     raise Fault(
                         "mbarrier", f"more arrivals than the count {b.count} at {where}", int(part[0])
                     )

@@ -82,14 +82,10 @@ class Grid:
         self.shared_size = program.shared_size(dynamic_smem)
         self.shared_stride = -(-(mem.RESERVED_SHARED + self.shared_size) // 1024) * 1024
         size = self.slots * self.shared_stride
-        self.shared = Pool(np.zeros(size, np.uint8), np.zeros(size, np.uint8))
-        self.shared.name = "shared memory"
-        self.local = Pool(
-            np.full(n * program.local_size, mem.POISON, np.uint8), np.zeros(n * program.local_size, np.uint8)
-        )
-        self.local.name = "local memory"
-        self.params = Pool(np.frombuffer(bytearray(params), np.uint8))
-        self.params.name = "kernel parameters"
+        self.shared = Pool(np.zeros(size, np.uint8), np.zeros(size, np.uint8), self.shared_place)
+        size = n * program.local_size
+        self.local = Pool(np.full(size, mem.POISON, np.uint8), np.zeros(size, np.uint8), self._local_place)
+        self.params = Pool(np.frombuffer(bytearray(params), np.uint8), where="kernel parameters+{}".format)
         self.constants = program.bind(self.memory)
 
         self.r: list[Array] = []
@@ -121,6 +117,7 @@ class Grid:
         self.published = {s: np.full(n, -1, np.int64) for s in ("cluster", "gpu")}
         self.seen = {s: np.full(n, now, np.int64) for s in ("cluster", "gpu")}
         self.pooled = np.full(n, -1, np.int64)
+        self.proxy_fenced = np.full(n, -1, np.int64)
 
     # -- threads ----------------------------------------------------------------------------------------
 
@@ -361,6 +358,15 @@ class Grid:
             )
         return slot * self.shared_stride + inner
 
+    def shared_place(self, offset: int) -> str:
+        """CTA, offset and variable at a byte offset in the pool of all CTAs' shared memory."""
+        slot, inner = divmod(offset, self.shared_stride)
+        inner -= mem.RESERVED_SHARED
+        return f"shared offset {inner} of CTA {int(self.cta[slot])}{self.program.nearest_shared(inner)}"
+
+    def _local_place(self, offset: int) -> str:
+        return f"local offset {offset % self.program.local_size}"
+
     def local_offset(self, sel: Selection, address: Array, size: int) -> Array:
         """Byte offset in the pool of all threads' local memory."""
         offset = address.astype(np.int64)
@@ -428,7 +434,8 @@ class Grid:
     def note(self, pool: Pool, sel: Selection, where: Any, offset: Array, size: int, **kind: bool) -> None:
         """Record a write that other CTAs may see late."""
         history = self.machine.history
-        if history is None or pool is self.local or (pool is self.shared and self.cluster_size == 1):
+        private = pool is self.shared and self.cluster_size == 1 and not self.program.bulk_copies
+        if history is None or pool is self.local or private:
             return
         history.add(self, self.lanes(sel)[where], pool, offset, size, **kind)
 

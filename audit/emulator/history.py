@@ -12,8 +12,12 @@ seen) as soon as both halves of some ordering exist:
 Both are kept as one time per thread and scope, which forgets who synchronised with whom: a binding record may
 not be bound by the model (some allowed behaviours are never shown), but a stale answer always is allowed.
 PTX ISA, "Memory Consistency Model": Scopes, Release and Acquire Patterns, Causality Order, Coherence.
-Every record is revealed to each CTA after a random time, in order for one CTA, so polls end and reads of one
-location never go back in time.
+Every record is revealed to each CTA after a random time, so polls end and reads of one location never go back
+in time.
+
+Bulk copies read through the async proxy. For them a write through the generic proxy binds, also inside one CTA,
+only with a proxy fence: by its writer after the write, or by the thread that issues the copy, before it does.
+(Where on the path the fence must stand is not spelled out in the ISA; the reading that accepts both is taken.)
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class Record:
     old: Array
     old_shadow: Array | None
     released: Array
+    proxied: Array  # a proxy fence by the writer has followed
     mbarrier: bool
     reveal: dict[tuple[int, int], int]  # (grid, CTA slot) of a reader -> time
 
@@ -81,7 +86,10 @@ class History:
         shadow = None if pool.shadow is None else pool.shadow[bytes_].copy()
         who = np.repeat(lanes, size)[order]
         old, done = pool.data[bytes_].copy(), np.full(bytes_.size, released)
-        self.records.append(Record(pool, g, self.now(), bytes_, who, old, shadow, done, mbarrier, {}))
+        proxied = np.zeros(bytes_.size, bool)
+        self.records.append(
+            Record(pool, g, self.now(), bytes_, who, old, shadow, done, proxied, mbarrier, {})
+        )
 
     def stale(
         self, g: Grid, lanes: Array, pool: Pool, offset: Array, size: int
@@ -139,6 +147,42 @@ class History:
             record.reveal[key] = record.time + int(self.rng.exponential(self.delay))
         return record.reveal[key]
 
+    def stale_copy(
+        self, g: Grid, lane: int, pool: Pool, start: int, size: int
+    ) -> tuple[Array, Array, Array] | None:
+        """What a bulk copy that `lane` issues now may find in its source instead of the newest bytes:
+        (positions, bytes, shadow). Each write without a proxy fence is missed or seen as a whole, by chance."""
+        data, shadow = pool.data[start : start + size].copy(), np.ones(size, np.uint8)
+        changed, settled = np.zeros(size, bool), np.zeros(size, bool)
+        for record in reversed(self.records):
+            if record.pool is not pool or record.grid.complete:
+                continue
+            first, last = np.searchsorted(record.offsets, (start, start + size))
+            if first == last:
+                continue
+            at = record.offsets[first:last] - start
+            if g.proxy_fenced[lane] > record.time or self.rng.random() < 0.5:
+                settled[at] = True
+                continue
+            missed = ~record.proxied[first:last] & ~settled[at]
+            data[at[missed]] = record.old[first:last][missed]
+            if record.old_shadow is not None:
+                shadow[at[missed]] = record.old_shadow[first:last][missed]
+            changed[at[missed]] = True
+            settled[at[record.proxied[first:last]]] = True
+        where = np.flatnonzero(changed)
+        return (where, data[where], shadow[where]) if where.size else None
+
+    def overwritten(self, pool: Pool, offsets: Array) -> None:
+        """An asynchronous copy has written these bytes: no older write there is of interest any more."""
+        for record in self.records:
+            if record.pool is pool and (gone := np.isin(record.offsets, offsets)).any():
+                for name in ("offsets", "lanes", "old", "released", "proxied"):
+                    setattr(record, name, getattr(record, name)[~gone])
+                if record.old_shadow is not None:
+                    record.old_shadow = record.old_shadow[~gone]
+        self.records = [r for r in self.records if r.offsets.size]
+
     def reveal_all(self) -> bool:
         """Make every write seen. True when there was one to reveal."""
         some = bool(self.records)
@@ -174,6 +218,13 @@ class History:
         for record in self.records:
             if record.mbarrier and record.grid is g:
                 record.released |= np.isin(record.lanes, lanes)
+
+    def fence_proxy(self, g: Grid, lanes: Array, pools: tuple[str, ...]) -> None:
+        """fence.proxy.async by `lanes`, for the named pools ("shared", "global")."""
+        g.proxy_fenced[lanes] = self.now() + 1
+        for record in self.records:
+            if record.grid is g and ("shared" if record.pool is g.shared else "global") in pools:
+                record.proxied |= np.isin(record.lanes, lanes)
 
     def acquire(self, g: Grid, lanes: Array, scope: str) -> None:
         """An acquire or fence by `lanes`: they see what had been published before."""

@@ -428,7 +428,7 @@ class Machine:
             offset, phase = int(w.keys[0]), int(w.detail[0])
             b = g.mbarriers.objects.get(offset)
             state = f"pending {b.pending} of {b.count} arrivals, tx-count {b.tx}" if b else "gone"
-            what = f"phase {phase} of the mbarrier at {g.mbarriers.where(offset)} ({state})"
+            what = f"phase {phase} of the mbarrier at {g.shared_place(offset)} ({state})"
             return f"{n} threads wait for {what} at {where}"
         if w.kind == "barrier":
             slot, barrier = divmod(int(w.keys[0]), NAMED)

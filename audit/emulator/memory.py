@@ -7,6 +7,7 @@ unmapped gaps between them: an access outside every buffer is an error, never a 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,12 @@ POISON = 0xFF  # fills poisoned bytes: a NaN in every float format that has one
 class Pool:
     """Bytes that threads read and write. `shadow`, if any, holds one state per byte."""
 
-    name = "memory"
-
-    def __init__(self, data: Array, shadow: Array | None = None) -> None:
+    def __init__(
+        self, data: Array, shadow: Array | None = None, where: Callable[[int], str] = "byte {}".format
+    ) -> None:
         self.data = data
         self.shadow = shadow
+        self.where = where  # what stands at a byte offset, in words
         self._views: dict[tuple[bool, int, int], Array] = {}
 
     def _view(self, shadow: bool, width: int, n: int) -> Array:
@@ -86,10 +88,6 @@ class Pool:
             raise Fault("mbarrier", "plain load of an mbarrier object", lane)
         raise Fault("uninitialized", f"read of {self.where(at)}, which nobody has written", lane)
 
-    def where(self, offset: int) -> str:
-        """What stands at a byte offset, in words."""
-        return f"{self.name}+{offset}"
-
     def read(self, offset: int, size: int) -> Array:
         """A copy of `size` bytes, shadow checked."""
         if self.shadow is not None:
@@ -111,7 +109,7 @@ class Buffer(Pool):
     """A global buffer: `array`'s bytes at `address`."""
 
     def __init__(self, array: Array, address: int, name: str) -> None:
-        super().__init__(array.reshape(-1).view(np.uint8))
+        super().__init__(array.reshape(-1).view(np.uint8), where=self._place)
         self.array = array
         self.address = address
         self.name = name
@@ -120,7 +118,7 @@ class Buffer(Pool):
     def size(self) -> int:
         return int(self.data.size)
 
-    def where(self, offset: int) -> str:
+    def _place(self, offset: int) -> str:
         return f"{self.name}+{offset} (of {self.size} bytes)"
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ptx.ir import Addr, Imm, Reg
+from . import memory as mem
 from .errors import Fault
 from .ops_memory import Update, apply, elements, stack, update
 from .program import WIDTH, Decoder, Step, op
@@ -156,6 +157,8 @@ def _issue_copy(
                 data[rows, :size] = pool.load(at.ravel(), 1).reshape(-1, size)
         at = target[positions][:, None] + np.arange(n)
         g.shared.store(at.ravel(), 1, data.ravel())
+        if g.history is not None:
+            g.history.overwritten(g.shared, at.ravel())
 
     g.cp_async.issue(g, pc, lanes, act)
 
@@ -233,7 +236,8 @@ def _bulk(d: Decoder) -> Step:
                     (base + r) * g.shared_stride for r in range(g.cluster_size) if int(masks[i]) >> r & 1
                 ]
                 targets = [((g.shared, s + inner), s + offset) for s in starts]
-            acts.append(_act(g, a, targets, nbytes, reduce, width))
+            stale = g.history.stale_copy(g, lane, *a, nbytes) if g.history is not None else None
+            acts.append(_act(g, a, targets, nbytes, reduce, width, stale))
 
         def act(positions: Array) -> None:
             for k in positions.tolist():
@@ -256,14 +260,30 @@ def _range(g: Grid, space: str, lane: Array, address: Array, nbytes: int) -> tup
 
 
 def _act(
-    g: Grid, source: tuple[Any, int], targets: list[Any], nbytes: int, reduce: Update | None, width: int
+    g: Grid,
+    source: tuple[Any, int],
+    targets: list[Any],
+    nbytes: int,
+    reduce: Update | None,
+    width: int,
+    stale: tuple[Array, Array, Array] | None,
 ) -> Callable[[], None]:
     def act() -> None:
         pool, at = source
         data = pool.read(at, nbytes)
+        if stale is not None:
+            where, old, shadow = stale
+            if pool.shadow is not None and (shadow != mem.WRITTEN).any():
+                place = pool.where(at + int(where[0]))
+                raise Fault(
+                    "uninitialized", f"bulk copy from {place}, written with no proxy fence before the copy"
+                )
+            data[where] = old
         for (to, offset), barrier in targets:
             if reduce is None:
                 to.write(offset, data)
+                if g.history is not None:
+                    g.history.overwritten(to, np.arange(offset, offset + nbytes))
             else:
                 items = data.view(UINT[width])
                 apply(to, offset + width * np.arange(items.size), width, reduce, items, items)

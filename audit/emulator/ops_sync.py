@@ -117,12 +117,9 @@ def _cluster(d: Decoder) -> Step:
 
 @op("fence", "membar")
 def fence(d: Decoder) -> Step:
-    """In the default memory model a no-op; in weak mode it publishes and refreshes at its scope.
-
-    Proxy fences order proxies that are not told apart here.
-    """
+    """In the default memory model a no-op; in weak mode it publishes and refreshes at its scope."""
     if any(m.startswith("proxy") for m in d.mods):
-        return lambda g, sel: None
+        return _proxy_fence(d)
     if "mbarrier_init" in d.mods:
 
         def release_mbarriers(g: Grid, sel: Selection) -> None:
@@ -139,6 +136,20 @@ def fence(d: Decoder) -> Step:
             g.release(lanes, scope)
         if acquire:
             g.acquire(lanes, scope)
+
+    return run
+
+
+def _proxy_fence(d: Decoder) -> Step:
+    """fence.proxy.async orders generic writes before bulk copies, in weak mode. Other proxies do not occur."""
+    if not any(m.startswith("async") for m in d.mods):
+        return lambda g, sel: None
+    shared = any("shared" in m for m in d.mods)
+    pools = ("shared",) if shared else ("global",) if "global" in d.mods else ("shared", "global")
+
+    def run(g: Grid, sel: Selection) -> None:
+        if g.history is not None:
+            g.history.fence_proxy(g, g.lanes(sel), pools)
 
     return run
 

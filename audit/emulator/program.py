@@ -373,6 +373,7 @@ class Program:
         self.params: dict[str, int] = {}
         self.param_size = self._layout_params()
         self.globals = {n: v for n, v in module.variables.items() if v.space in ("global", "const")}
+        self.bulk_copies = any(i.opcode == "cp" and "bulk" in i.mods for i in self.instructions)
         self._decode()
 
     def _registers(self, f: Function) -> None:

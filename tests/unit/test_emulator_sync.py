@@ -435,7 +435,7 @@ MESSAGE = """.reg .b64 p; .reg .b32 c, r, d; .reg .pred q; ld.param.u64 p, [x]; 
 RELAXED = ("st.relaxed.gpu.global.u32 [p+128], r;", "ld.relaxed.gpu.global.u32 r, [p+128];")
 
 
-def stale(release: str, store: str, load: str, acquire: str, cluster: int = 1, seeds: int = 40) -> int:
+def stale(release: str, store: str, load: str, acquire: str, cluster: int = 1, seeds: int = 25) -> int:
     """How many of `seeds` runs read the old data after having seen the flag."""
     text = MESSAGE.replace("@RELEASE@", release).replace("@STORE@", store)
     text = entry(text.replace("@LOAD@", load).replace("@ACQUIRE@", acquire), ".param .u64 x")
@@ -572,6 +572,38 @@ def test_scope_of_the_exchange_between_ctas(old: str, new: str, kind: str) -> No
         except EmulationError as e:
             kinds.append(e.kind)
     assert set(kinds) == ({kind} if kind else set()) and (not kind or len(kinds) >= 3)
+
+
+PROXY = """.shared .align 16 .b8 s[256]; .reg .b32 a, k; .reg .b64 g; .reg .pred first; ld.param.u64 g, [y];
+    mov.u32 a, s; shl.b32 k, t, 2; add.u32 k, k, a; mov.u32 i, 7; st.shared.u32 [k], i; bar.sync 0;
+    add.u32 i, t, 100; st.shared.u32 [k], i; @WRITER@ bar.sync 0; setp.eq.u32 first, t, 0; @!first ret; @ISSUER@
+    cp.async.bulk.global.shared::cta.bulk_group [g], [a], 256; cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0; ret;"""
+
+
+@pytest.mark.parametrize(
+    ("writer", "issuer", "right"),
+    [
+        ("fence.proxy.async.shared::cta;", "", True),
+        ("fence.proxy.async;", "", True),
+        ("", "fence.proxy.async.shared::cta;", True),
+        ("", "", False),
+        ("fence.acq_rel.gpu;", "fence.acq_rel.gpu;", False),
+        ("fence.proxy.async.global;", "", False),
+    ],
+)
+def test_bulk_copies_need_a_proxy_fence(writer: str, issuer: str, right: bool) -> None:
+    body = PROXY.replace("@WRITER@", writer).replace("@ISSUER@", issuer)
+    wrong = 0
+    for seed in range(12):
+        out = np.zeros(64, np.uint32)
+        try:
+            run(body, out, block=64, schedule="random", seed=seed, weak=True)
+            wrong += not np.array_equal(out, np.arange(64) + 100)
+        except EmulationError as e:
+            assert "no proxy fence" in str(e)
+            wrong += 1
+    assert wrong == 0 if right else wrong >= 3
 
 
 @pytest.mark.parametrize(("fence", "stale_allowed"), [("fence.acq_rel.gpu;", False), ("", True)])
