@@ -112,8 +112,6 @@ def test_every_mutant_differs_keeps_its_lines_and_has_a_name_of_its_own():
 def test_order_and_names_are_the_same_every_time_and_on_every_architecture():
     first, second = list(mutants(PROGRAM)), list(mutants(PROGRAM.replace("sm_90a", "sm_100a")))
     assert [m.fingerprint for m in first] == [m.fingerprint for m in second]
-        {m.site.line for m in first}
-    ) > 5
     moved = list(mutants(PROGRAM.replace("{\n", "{\n\n// a comment; bar.sync 0;\n")))
     assert [m.fingerprint for m in first] == [m.fingerprint for m in moved]
 
@@ -146,7 +144,9 @@ def test_a_value_is_never_used_before_it_is_made():
     """A barrier that takes its thread count from the load before it cannot change places with it."""
 
     def early(count: str) -> list[str]:
-        text = PROGRAM.replace("griddepcontrol.wait;\n", f"ld.global.b32 %r8, [%rd1];\n    bar.sync 1, {count};\n")
+        text = PROGRAM.replace(
+            "griddepcontrol.wait;\n", f"ld.global.b32 %r8, [%rd1];\n    bar.sync 1, {count};\n"
+        )
         return [m.what for m in mutants(text) if m.operator == "early-signal" and "ld.global" in m.what]
 
     assert early("128") and not early("%r8")
