@@ -10,105 +10,37 @@ empty parents. Writes `build/peer/attn_res.<arch>.bank<n>.{ptx,cubin,json}`.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
-import re
-import subprocess
 import sys
 import tempfile
-import types
-import zipfile
 from pathlib import Path
 
 from k3_audit.artifact import sha256
 from k3_audit.artifact.atomic import write_atomic
 from k3_audit.artifact.toolchain import assemble
+from k3_audit.audit.capture.cutedsl import recording
+from k3_audit.audit.capture.vllm_k3 import WHEEL, prepared
+from k3_audit.audit.capture.wheels import CaptureError
 
-WHEEL = "vllm==0.33.0"
-WHEEL_SHA256 = "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa"
-MODEL = "vllm/models/kimi_k3/"
-DECODE = "vllm.models.kimi_k3.nvidia.specialized_decode.cutedsl"
-# packages whose __init__ would import vLLM's compiled parts
-EMPTY = (DECODE, "vllm.models.kimi_k3.nvidia.ops.cute_dsl.latent_moe_tail")
 OUT = Path("build/peer")
 
 
-def unpack(cache: Path) -> Path:
-    """Folder with the wheel's Kimi K3 package, fetched on first use. Exits with one line when it cannot be had."""
-    root = cache / WHEEL.replace("==", "-")
-    if (root / MODEL).is_dir():
-        return root
-    with tempfile.TemporaryDirectory() as folder:
-        print(f"fetching the {WHEEL} wheel (about 340 MB) ...", flush=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "--only-binary=:all:",
-            "-d",
-            folder,
-            WHEEL,
-        ]
-        if subprocess.run(command, check=False).returncode:
-            sys.exit(
-                f"peer.py: could not download {WHEEL}; run `{' '.join(command[1:])}` where there is a network"
-            )
-        wheel = next(Path(folder).glob("*.whl"))
-        if (digest := sha256(wheel.read_bytes())) != WHEEL_SHA256:
-            sys.exit(f"peer.py: {wheel.name} has sha256 {digest}, expected {WHEEL_SHA256}")
-        staging = Path(tempfile.mkdtemp(dir=cache))
-        with zipfile.ZipFile(wheel) as z:
-            z.extractall(staging, [n for n in z.namelist() if n.startswith(MODEL) and n.endswith(".py")])
-        staging.rename(root)
-    return root
-
-
-def import_peer(root: Path) -> types.ModuleType:
-    """The peer's `attn_res.prepared`, below parents that are empty packages."""
-    for package in EMPTY:
-        parts = package.split(".")
-        for i in range(1, len(parts) + 1):
-            name = ".".join(parts[:i])
-            module = types.ModuleType(name)
-            module.__path__ = [str(root.joinpath(*parts[:i]))]
-            sys.modules.setdefault(name, module)
-    return importlib.import_module(f"{DECODE}.attn_res.prepared")
-
-
-def build(bank_rows: int, arch: str, cache: Path) -> Path:
+def build(bank_rows: int, arch: str) -> Path:
     """Compile the peer's kernel for a plain delta tensor and `bank_rows` saved rows. Returns the path of the cubin."""
-    import cutlass.cute as cute
-
-    prepared = import_peer(unpack(cache))
-    original, kept = cute.compile, {}
-    with tempfile.TemporaryDirectory() as folder:
-
-        def keep(kernel, *args, options=""):
-            options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
-            kept["code"] = original(kernel, *args, options=options)
-            return kept["code"]
-
-        cute.compile = keep
-        try:
-            # (saved rows, has delta, bank row to write, final, mailbox slots, capacity, architecture)
-            prepared.compile_consumer(bank_rows, True, -1, False, 0, 0, arch)
-        finally:
-            cute.compile = original
-        ptx, cubin = kept["code"].artifacts.PTX, kept["code"].artifacts.CUBIN
-    entry = re.findall(r"\.entry\s+([\w$]+)", ptx)[0]
+    compile_consumer = prepared("attn_res.prepared").compile_consumer
+    with tempfile.TemporaryDirectory() as folder, recording(arch, folder) as built:
+        # (saved rows, has delta, bank row to write, final, mailbox slots, capacity, architecture)
+        compile_consumer(bank_rows, True, -1, False, 0, 0, arch)
+    (code,) = built
     stem = OUT / f"attn_res.{arch}.bank{bank_rows}"
-    write_atomic(stem.with_name(stem.name + ".ptx"), ptx)
-    write_atomic(stem.with_name(stem.name + ".cubin"), cubin)
+    write_atomic(stem.with_name(stem.name + ".ptx"), code.ptx)
+    write_atomic(stem.with_name(stem.name + ".cubin"), code.cubin)
     info = {
-        "wheel": WHEEL,
-        "wheel_sha256": WHEEL_SHA256,
-        "entry": entry,
+        "wheel": WHEEL.requirement,
+        "wheel_sha256": WHEEL.sha256,
+        "entry": code.entry,
         "arch": arch,
-        "cubin_sha256": sha256(cubin),
+        "cubin_sha256": sha256(code.cubin),
     }
     # its SmemAllocator asks for 1816 bytes of dynamic shared memory: 64 + 3*112 + 3*16 floats and 3 mbarriers
     info |= {"cluster": [7, 1, 1], "block": [128, 1, 1], "dynamic_smem": 2048, "bank_rows": bank_rows}
@@ -139,14 +71,15 @@ def main() -> None:
         "--bank-rows", type=int, nargs="+", default=[1, 4, 8], help="saved rows, one build each"
     )
     arguments = parser.parse_args()
-    cache = Path(os.environ.get("K3_AUDIT_CACHE", Path.home() / ".cache" / "k3-audit"))
-    cache.mkdir(parents=True, exist_ok=True)
     write_atomic(
         OUT / f"empty.{arguments.arch}.cubin",
         assemble(EMPTY_KERNEL.format(arch=arguments.arch), arguments.arch),
     )
-    for rows in arguments.bank_rows:
-        print(build(rows, arguments.arch, cache))
+    try:
+        for rows in arguments.bank_rows:
+            print(build(rows, arguments.arch))
+    except CaptureError as e:
+        sys.exit(f"peer.py: {e}")
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def _progress(total: int, what: str) -> Iterator[Callable[[str, str], None]]:
     type=click.Path(file_okay=False, path_type=Path),
     default=_ROOT / "wheels",
     show_default=True,
-    help="Folder for what is unpacked, and wheels.json.",
+    help="Folder for what is unpacked, wheels.json, and manifest.json of the PTX among it.",
 )
 @click.option("--only", default="*", metavar="PATTERN", help="Wheels by name, a shell pattern.")
 @click.option(
@@ -167,7 +167,8 @@ def _progress(total: int, what: str) -> Iterator[Callable[[str, str], None]]:
 )
 def wheels(output: Path, only: str, sample: int) -> int:
     """List the machine code inside published wheels by name, version and sha256, and unpack a sample of it."""
-    from .published import PUBLISHED, extract
+    from .builds import Manifest, wheel_records
+    from .published import PUBLISHED, extract, ptx_builds
 
     chosen = [p for p in PUBLISHED if fnmatch.fnmatchcase(p.wheel.name, only)]
     if not chosen:
@@ -175,10 +176,15 @@ def wheels(output: Path, only: str, sample: int) -> int:
     table = Table(box=None, pad_edge=False)
     for title in ("wheel", "members", "MB", "unpacked", "images in what was unpacked"):
         table.add_column(title)
-    found = []
+    found: list[dict[str, Any]] = []
+    manifest = Manifest("published", [], {})
     with _progress(len(chosen), "wheels") as advance:
         for p in chosen:
-            found.append(extract(p, output / p.wheel.requirement.replace("==", "-"), sample))
+            folder = output / p.wheel.requirement.replace("==", "-")
+            found.append(extract(p, folder, sample))
+            if texts := ptx_builds(found[-1], folder, output):
+                manifest.wheels += wheel_records([p.wheel])
+                manifest.builds += texts
             advance(p.wheel.requirement, f"{found[-1]['members']} members with machine code")
     for d in found:
         images = ", ".join(f"{n} {kind}" for kind, n in d["images"].items()) or "none"
@@ -186,6 +192,7 @@ def wheels(output: Path, only: str, sample: int) -> int:
         table.add_row(f"{d['name']} {d['version']}", str(d["members"]), size, str(len(d["taken"])), images)
     Console().print(table)
     write_atomic(output / "wheels.json", json.dumps(found, indent=1) + "\n")
+    manifest.save(output)
     return 0
 
 

@@ -57,6 +57,8 @@ def _ending(code: int | None) -> str:
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # `ptxas application ptx input, line 2048; error   : Feature 'fma.f32x2' requires .target` / `sm_100 or higher`
+# `Error: unsupported operation` from the LLVM back end, below a general "compilation failed"
+_BACKEND = re.compile(r"extra log: (?:\S+ )?Error: (.+)")
 _PTXAS = re.compile(r"line \d+; (?:error|fatal)\s*: (.+(?:\n\s+sm_\w+ or higher)?)")
 
 
@@ -65,6 +67,8 @@ def one_line(error: BaseException) -> str:
     text = _ANSI.sub("", str(error))
     if found := _PTXAS.search(text):
         return "ptxas: " + " ".join(found[1].split())
+    if found := _BACKEND.search(text):
+        return "the compiler's back end: " + found[1].strip()
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
     return f"{type(error).__name__}: {first}"[:300]

@@ -1,7 +1,7 @@
 """Wheels that carry machine code: what is inside, by name, version and sha256, and how to get it out.
 
-None of them carries PTX, so the auditor can show their machine code but not decide its order; they are here
-so that the front end and the SASS parser meet what people really ship.
+Most carry machine code only: the auditor can show it but not decide its order, which is a matter of PTX. They
+are here so that the front end and the SASS parser meet what people really ship. What comes as PTX is audited.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3_audit.artifact.toolchain import ToolError, list_embedded
+from k3_audit.artifact.toolchain import list_embedded
 
+from .builds import Built, File
 from .vllm_k3 import FLASHINFER
 from .vllm_k3 import WHEEL as VLLM
-from .wheels import Wheel, fetch
+from .wheels import Wheel, fetch, sha256_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ PUBLISHED = (
     ),
 )
 
-_ARCH = re.compile(r"sm_?(\d+[af]?)(?=[_.])", re.IGNORECASE)
+_ARCH = re.compile(r"sm_?(\d{2,3}[af]?)", re.IGNORECASE)
 
 
 def members(published: Published, cache: Path | None = None) -> list[zipfile.ZipInfo]:
@@ -89,7 +90,7 @@ def members(published: Published, cache: Path | None = None) -> list[zipfile.Zip
 def extract(published: Published, folder: Path, sample: int, cache: Path | None = None) -> dict[str, Any]:
     """Unpack up to `sample` members, evenly spaced, below `folder`, and describe the wheel as plain data.
 
-    `images` counts what the unpacked libraries hold, by kind and architecture; a cubin counts itself.
+    `images` counts what the unpacked libraries hold, by kind and architecture; a cubin or PTX counts itself.
     Raises CaptureError as `fetch`, ToolError without cuobjdump.
     """
     found = members(published, cache)
@@ -101,8 +102,9 @@ def extract(published: Published, folder: Path, sample: int, cache: Path | None 
             taken.append(info.filename)
             if path.suffix == ".so":
                 images.update(f"{i.kind} {i.arch}" for i in list_embedded(path))
-            else:
-                arch = _ARCH.search(path.name)
+            else:  # a cubin names its architecture in its file name, PTX in its text
+                named = path.read_text().partition(".target")[2][:20] if path.suffix == ".ptx" else path.name
+                arch = _ARCH.search(named)
                 images[f"{path.suffix[1:]} {f'sm_{arch[1]}' if arch else 'unknown'}"] += 1
     return {
         "name": published.wheel.name,
@@ -116,4 +118,18 @@ def extract(published: Published, folder: Path, sample: int, cache: Path | None 
     }
 
 
-__all__ = ["PUBLISHED", "Published", "ToolError", "extract", "members"]
+def ptx_builds(described: dict[str, Any], folder: Path, root: Path) -> list[Built]:
+    """What was unpacked as PTX, in the form that the survey reads; paths relative to `root`."""
+    builds = []
+    for member in described["taken"]:
+        if member.endswith(".ptx"):
+            text = (folder / member).read_text()
+            arch = _ARCH.search(text.partition(".target")[2][:20])
+            entry = re.search(r"\.entry\s+([\w$]+)", text)
+            name = str((folder / member).relative_to(root))
+            file = File(
+                *(Path(member).stem, entry[1] if entry else "", text.count("\n")),
+                *(name, sha256_of(folder / member), "", ""),
+            )
+            builds.append(Built(member, f"sm_{arch[1]}" if arch else "", {}, 0.0, (file,)))
+    return builds
