@@ -180,27 +180,31 @@ def no_thin_air(g: Graph, reads_from: ReadsFrom) -> bool:
     return is_acyclic(rows)
 
 
-def sc_per_location(g: Graph, reads_from: ReadsFrom, order: Relation) -> bool:
-    """§8.10.5: program order and communication order, between operations on one location that are morally strong,
-    form no cycle. As in Lustig et al., ASPLOS 2019, each step of a cycle is morally strong, not every two members."""
+def same_location_order(g: Graph, reads_from: ReadsFrom, order: Relation) -> Relation:
+    """Program order between accesses of one address, and communication order (§8.9.7) between morally strong ones."""
     back = from_reads(g, reads_from, order)
-    rows = []
     reads = empty(g.n)
     for r, w in reads_from.items():
         reads[w] |= 1 << r
-    for i in range(g.n):
-        communication = (reads[i] | order[i] | back[i]) & g.morally_strong[i]
-        rows.append(communication | (g.program_order[i] & g.plain[i]))
-    return is_acyclic(rows)
+    return [
+        (reads[i] | order[i] | back[i]) & g.morally_strong[i] | g.program_order[i] & g.plain[i]
+        for i in range(g.n)
+    ]
 
 
-def causality(g: Graph, reads_from: ReadsFrom, causality: Relation, order: Relation) -> bool:
+def sc_per_location(g: Graph, reads_from: ReadsFrom, order: Relation) -> bool:
+    """§8.10.5: program order and communication order, between operations on one location that are morally strong,
+    form no cycle. As in Lustig et al., ASPLOS 2019, each step of a cycle is morally strong, not every two members."""
+    return is_acyclic(same_location_order(g, reads_from, order))
+
+
+def causality(g: Graph, reads_from: ReadsFrom, cause: Relation, order: Relation) -> bool:
     """§8.10.6: a read that precedes a write in causality order does not return its value; a read that a write
     precedes returns nothing that precedes that write in coherence order."""
     for r, w in reads_from.items():
-        if causality[r] >> w & 1:
+        if cause[r] >> w & 1:
             return False
-        if any(causality[later] >> r & 1 for later in bits(order[w])):
+        if any(cause[later] >> r & 1 for later in bits(order[w])):
             return False
     return True
 

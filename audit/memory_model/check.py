@@ -14,7 +14,7 @@ from . import axioms, enumerator
 from .events import Unfolded, unfold
 from .execution import Execution, Outcome, sort_outcomes
 from .graph import Graph
-from .program import Condition, ModelError, Program, Quantifier, holds
+from .program import ModelError, Program, Quantifier
 
 UNROLL = 2  # backward branches per label, for loops that are not mere spinning
 MAX_THREADS = 16
@@ -138,11 +138,11 @@ def _run(
 
 
 def _judge(program: Program, bounds: Bounds, engine: str, executions: dict[Outcome, Execution]) -> Result:
-    kept = {o: e for o, e in executions.items() if program.filter is None or _satisfies(program.filter, o)}
+    kept = {o: e for o, e in executions.items() if program.filter is None or o.satisfies(program.filter)}
     condition = program.condition
-    satisfying = [o for o in kept if condition is not None and _satisfies(condition, o)]
+    satisfying = [o for o in kept if condition is not None and o.satisfies(condition)]
     universal = program.quantifier == Quantifier.FORALL
-    violating = [o for o in kept if condition is not None and not blocked(o) and not _satisfies(condition, o)]
+    violating = [o for o in kept if condition is not None and not o.blocked and not o.satisfies(condition)]
     allowed = bool(satisfying)
     truth = {
         Quantifier.EXISTS: allowed,
@@ -164,19 +164,6 @@ def _judge(program: Program, bounds: Bounds, engine: str, executions: dict[Outco
         races,
         faults,
     )
-
-
-def blocked(outcome: Outcome) -> bool:
-    """True for a final state in which a thread waits for ever, so that some register was never loaded."""
-    return any(v is None for _, v in outcome.values)
-
-
-def _satisfies(condition: Condition, outcome: Outcome) -> bool:
-    """A comparison with a register that was never loaded is false."""
-    try:
-        return holds(condition, outcome.state)
-    except KeyError:
-        return False
 
 
 def _flaws(executions: dict[Outcome, Execution]) -> tuple[list[str], list[str]]:

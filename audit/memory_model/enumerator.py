@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from . import axioms
-from .events import Kind, ReadOf
-from .execution import Execution, Outcome
+from .events import ReadOf
+from .execution import Execution, Outcome, value_of
 from .graph import Frame, Graph, evaluate
 from .program import COMPARISONS, Program, Variable
 from .relation import Relation, add_edge, bits, empty, is_irreflexive
@@ -64,14 +64,8 @@ class _Search:
 
     # Values.
 
-    def _value_of(self, read: ReadOf, pending: frozenset[int] = frozenset()) -> int | None:
-        event = self.graph.resolve(read)
-        if self.graph.events[event].kind == Kind.MBARRIER_WAIT:
-            return self.frame.known(event)
-        if event not in self.reads_from or event in pending:
-            return None
-        write = self.graph.events[self.reads_from[event]]
-        return evaluate(write.value, lambda r: self._value_of(r, pending | {event}))
+    def _value_of(self, read: ReadOf) -> int | None:
+        return value_of(self.graph, self.frame, self.reads_from, read)
 
     def _consistent(self) -> bool:
         """False when a branch condition is known and came out otherwise."""
@@ -117,7 +111,7 @@ class _Search:
         base, causality = self._causality(observation, closed)
         if not axioms.phase_order(self.frame, base):
             return False
-        order = _forced_coherence(self.graph, causality)
+        order = forced_coherence(self.graph, causality)
         return (
             is_irreflexive(order)
             and axioms.causality(self.graph, self.reads_from, causality, order)
@@ -130,14 +124,14 @@ class _Search:
         if registers is None or (not self.memory and Outcome.of(registers) in self.found):
             return
         observation, closed = self._closed()
-        for order in _fence_orders(closed, self.graph.fence_sc_pairs):
-            base, causality = self._causality(observation, order)
+        for ordered in orders(closed, self.graph.fence_sc_pairs):
+            base, causality = self._causality(observation, ordered)
             if not axioms.phase_order(self.frame, base):
                 continue
             for coherence in _coherence_orders(self.graph, causality):
                 self.budget.step()
                 if self._holds(base, causality, coherence):
-                    self._record(registers, order, causality, coherence)
+                    self._record(registers, ordered, causality, coherence)
                     if not self.memory:
                         return
 
@@ -189,7 +183,7 @@ def final_writes(g: Graph, location: str, coherence: Relation) -> list[int]:
     return [w for w in g.writes if g.physical[w] == location and not coherence[w]]
 
 
-def _forced_coherence(g: Graph, causality: Relation) -> Relation:
+def forced_coherence(g: Graph, causality: Relation) -> Relation:
     """The part of coherence order that causality order and the initial writes decide, closed."""
     order = empty(g.n)
     for a in g.writes:
@@ -199,14 +193,14 @@ def _forced_coherence(g: Graph, causality: Relation) -> Relation:
     return order
 
 
-def _fence_orders(closed: Relation, open_pairs: list[tuple[int, int]]) -> Iterator[Relation]:
-    """Every way to order the pairs of fences without a cycle."""
+def orders(closed: Relation, open_pairs: list[tuple[int, int]]) -> Iterator[Relation]:
+    """Every closed order that adds one direction of each open pair, without a cycle."""
     for k, (a, b) in enumerate(open_pairs):
         if not (closed[a] >> b & 1 or closed[b] >> a & 1):
             for first, second in ((a, b), (b, a)):
                 order = list(closed)
                 add_edge(order, first, second)
-                yield from _fence_orders(order, open_pairs[k + 1 :])
+                yield from orders(order, open_pairs[k + 1 :])
             return
     if is_irreflexive(closed):
         yield closed
@@ -215,4 +209,4 @@ def _fence_orders(closed: Relation, open_pairs: list[tuple[int, int]]) -> Iterat
 def _coherence_orders(g: Graph, causality: Relation) -> Iterator[Relation]:
     """Every smallest coherence order: what is forced, and one direction for each morally strong pair (§8.9.6)."""
     pairs = [(a, b) for a in g.writes for b in bits(g.morally_strong[a]) if a < b and g.overlaps(a, b)]
-    yield from _fence_orders(_forced_coherence(g, causality), [p for p in pairs if p[1] in g.writes])
+    yield from orders(forced_coherence(g, causality), [p for p in pairs if p[1] in g.writes])

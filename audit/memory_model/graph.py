@@ -259,13 +259,13 @@ class Graph:
         """What precedes what in base causality order whatever the reads return: program order, the parts of
         asynchronous operations, observed completions, cluster barriers and grid dependencies. Not closed."""
         rows = list(self.program_order)
-        for extra in (self.asynchronous_order, self.completions, self._cluster_barriers, self._grids):
+        for extra in (self.asynchronous_order, self.completions, self.cluster_barriers, self.grids):
             for i, row in enumerate(extra):
                 rows[i] |= row
         return rows
 
     @cached_property
-    def _cluster_barriers(self) -> Relation:
+    def cluster_barriers(self) -> Relation:
         """§8.9.4: barrier.cluster.arrive synchronizes with barrier.cluster.wait, phase by phase.
 
         A relaxed arrival is the write of a release pattern whose fence precedes it, and a relaxed wait the read of an
@@ -337,7 +337,7 @@ class Graph:
         ]
 
     @cached_property
-    def _grids(self) -> Relation:
+    def grids(self) -> Relation:
         """§8.9.4, API synchronization, and griddepcontrol.wait: completion of a grid precedes the start of the next
         one in its stream, or, for a programmatic launch, the wait of each thread that executes one."""
         rows = empty(self.n)
@@ -585,12 +585,13 @@ class Frame:
     def order(self) -> Relation:
         """Base causality order so far, closed: the static part and what barriers and mbarriers synchronize."""
         rows = list(self.graph.static_order)
-        for extra in (self._barriers(), self._mbarriers()):
+        for extra in (self.barriers, self.mbarriers):
             for i, row in enumerate(extra):
                 rows[i] |= row
         return closure(rows)
 
-    def _barriers(self) -> Relation:
+    @cached_property
+    def barriers(self) -> Relation:
         """§8.9.4: bar.{sync,arrive} synchronizes with bar.sync on the same barrier, phase by phase."""
         g = self.graph
         rows = empty(g.n)
@@ -601,7 +602,8 @@ class Frame:
                     rows[a] |= 1 << w
         return rows
 
-    def _mbarriers(self) -> Relation:
+    @cached_property
+    def mbarriers(self) -> Relation:
         """A release pattern that contributes to a phase synchronizes with an acquire pattern whose wait has seen that
         phase complete, if the first operation of one and the last of the other are morally strong."""
         g = self.graph

@@ -728,7 +728,7 @@ def condition_text(condition: Condition) -> str:
     )
 
 
-def _place_text(place: Place) -> str:
+def place_text(place: Place) -> str:
     parts = [f"cta {place.cta}"]
     if place.cluster is not None:
         parts.append(f"cluster {place.cluster}")
@@ -747,7 +747,7 @@ def text(program: Program) -> str:
     declared += [_address_text(program, a) for a in program.addresses.values()]
     declared += [f"{t.name}:{r} = {v};" for t in program.threads for r, v in t.registers.items()]
     columns = [
-        [f"{t.name}@{_place_text(t.place)}", *(instruction_text(x) for x in t.body)] for t in program.threads
+        [f"{t.name}@{place_text(t.place)}", *(instruction_text(x) for x in t.body)] for t in program.threads
     ]
     widths = [max(map(len, c)) for c in columns]
     rows = []

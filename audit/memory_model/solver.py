@@ -127,7 +127,7 @@ class _Encoding:
         self.obs = self._matrix("obs", rows)
         for w, r in pairs(direct):
             self._add(z3.Implies(self.rf[r][w], self.obs[w][r]))
-        for w, row in enumerate(self.obs):
+        for row in self.obs:
             for middle, seen in row.items():
                 if middle in self.g.rmw:
                     for r, later in self.obs[self.g.rmw[middle]].items():
@@ -313,14 +313,8 @@ class _Encoding:
             if v.thread is not None:
                 value = self.g.paths[threads[v.thread]].registers.get(v.name, 0)
                 self.final[v] = None if value is None else self._expression(value)
-        locations: dict[str, Any] = {}
-        for v in self.program.observed:
-            if v.thread is None:
-                location = self.program.address(v.name).physical
-                # One write is last for both of two names of one location only if they are asked for together;
-                # like engine 1, each name picks for itself.
-                self.final[v] = self._last(v.name, location)
-                locations[location] = True
+            else:
+                self.final[v] = self._last(v.name, self.program.address(v.name).physical)
 
     def _last(self, name: str, location: str) -> Any:
         value = z3.BitVec(f"final_{name}", _WORD)
