@@ -54,7 +54,9 @@ def stub(name: str, **members: Any) -> None:
 
 
 @contextlib.contextmanager
-def recording(arch: str, folder: Path | str, root: Path | str = "") -> Iterator[list[Code]]:
+def recording(
+    arch: str, folder: Path | str, root: Path | str = "", *, line_info: bool = True
+) -> Iterator[list[Code]]:
     """While it lasts, `cute.compile` builds for `arch` and appends what it built to the list.
 
     `folder` is scratch space for the compiler. Paths below `root` become relative in the PTX, so that the
@@ -70,7 +72,8 @@ def recording(arch: str, folder: Path | str, root: Path | str = "") -> Iterator[
         def compile(kernel: Any, *args: Any, options: str = "", **kwargs: Any) -> Any:
             # How the host calls the kernel (TVM-FFI) does not change the kernel.
             options = re.sub(r"--gpu-arch=\S+|--enable-tvm-ffi", "", options)
-            options += f" --gpu-arch={arch} --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
+            options += f" --gpu-arch={arch} --keep-ptx --keep-cubin --dump-dir {folder}"
+            options += " --generate-line-info" * line_info
             code = original(kernel, *args, options=options.strip(), **kwargs)
             ptx = code.artifacts.PTX.replace(f'"{root}/', '"') if root else code.artifacts.PTX
             owner = getattr(kernel, "__self__", kernel)  # a method: the object that it belongs to

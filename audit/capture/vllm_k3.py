@@ -349,8 +349,16 @@ def build(name: str, arch: str) -> list[Code]:
         module = f"{DECODE}.{module}"
     call = getattr(importlib.import_module(module), function)
     arguments = [_resolve(a, arch) for a in recipe.arguments]
-    with tempfile.TemporaryDirectory() as scratch, recording(arch, scratch, root) as built:
-        call(*arguments, **dict(recipe.keywords))
+    for line_info in (True, False):
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                with recording(arch, scratch, root, line_info=line_info) as built:
+                    call(*arguments, **dict(recipe.keywords))
+                break
+            except Exception as e:
+                # Where an inline assembly leaves its last statement open, the line directive after it is an error.
+                if not line_info or "'.loc'" not in str(e):
+                    raise
     return built
 
 
