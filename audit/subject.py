@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -95,12 +95,21 @@ class Subject:
         found = sorted(i for k in kinds for i in self._by_kind.get(k, ()))
         return found if op is None else [i for i in found if self.effects[i].op == op]
 
-    def accesses(self, *spaces: str) -> Iterator[tuple[int, Access]]:
+    def accesses(self, *spaces: str) -> list[tuple[int, Access]]:
         """Reachable accesses in some state spaces; generic ones count for the spaces they may be in."""
-        for i in self.order.events:
-            for a in self.effects[i].accesses:
-                if a.space in spaces or (a.space == "generic" and self._may_be_in(i, a, spaces)):
-                    yield i, a
+        found = self._accesses.get(spaces)
+        if found is None:
+            found = self._accesses[spaces] = [
+                (i, a)
+                for i in self.order.events
+                for a in self.effects[i].accesses
+                if a.space in spaces or (a.space == "generic" and self._may_be_in(i, a, spaces))
+            ]
+        return found
+
+    @cached_property
+    def _accesses(self) -> dict[tuple[str, ...], list[tuple[int, Access]]]:
+        return {}
 
     def _may_be_in(self, index: int, access: Access, spaces: tuple[str, ...]) -> bool:
         wanted = {s.split("::")[0] for s in spaces}

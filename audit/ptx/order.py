@@ -131,11 +131,27 @@ class Order:
             elif e.kind is Kind.CLUSTER_BARRIER:
                 arrive, wait = groups.setdefault("cluster", ([], []))
                 (arrive if e.op == "arrive" else wait).append(i)
-        for arrive, wait in groups.values():
-            for a in arrive:
-                for w in wait:
-                    if a != w and self.threads.executors(a).disjoint(self.threads.executors(w)):
-                        self._connect(a, w)
+        for name, (arrive, wait) in groups.items():
+            arriving, waiting = self._by_executors(arrive), self._by_executors(wait)
+            for who, arrivals in arriving.items():
+                for other, waits in waiting.items():
+                    if who.disjoint(other):
+                        node = self._new_object(Object(name.split()[0], None, name=name))
+                        for a in arrivals:
+                            self._connect(a, node)
+                        for w in waits:
+                            self._connect(node, w)
+
+    def _by_executors(self, nodes: list[int]) -> dict[Executors, list[int]]:
+        out: dict[Executors, list[int]] = {}
+        for i in nodes:
+            out.setdefault(self.threads.executors(i), []).append(i)
+        return out
+
+    def _new_object(self, thing: Object) -> int:
+        """The node of a new group of synchronisation objects."""
+        self.objects.append(thing)
+        return self.exit + len(self.objects)
 
     def barrier_name(self, index: int) -> str:
         """Which CTA barrier an instruction uses: its number, or the register's affine form."""
@@ -179,12 +195,10 @@ class Order:
                     arrive.setdefault(flag, []).append(i)
                 if access.reads and e.kind is not Kind.REDUCTION:
                     wait.setdefault(flag, []).append(i)
-        first = self.exit + 1
         nodes: dict[tuple[bool, Object], int] = {}
         for into, groups in ((True, arrive), (False, wait)):
             for thing, users in groups.items():
-                node = nodes[into, thing] = first + len(self.objects)
-                self.objects.append(thing)
+                node = nodes[into, thing] = self._new_object(thing)
                 for u in dict.fromkeys(users):
                     if into:
                         self._connect(u, node)
@@ -349,27 +363,16 @@ class Order:
             return True
         return any(a.role == "data" and a.reads and a.sem not in ("weak", "") for a in e.accesses)
 
-    @cached_property
-    def block_executors(self) -> list[Executors]:
-        """Who enters each block, by the branch conditions alone."""
-        out = []
-        for b in self.cfg.blocks:
-            who = Executors()
-            for fact in self.threads.facts_of_block(b.index) if b.index in self.cfg.reachable else ():
-                who = self.threads.restrict(who, fact)
-            out.append(who)
-        return out
-
     def entering(self, before: int, node: int) -> Executors | None:
         """Who goes from one node to the next in program order: those of the block, narrowed by its last branch.
         None for nodes that belong to no block."""
         block, to = self.block(before), self.block(node)
         if block is None:
-            return None if to is None else self.block_executors[to]
+            return None if to is None else self.threads.executors_of_block(to)
         key = (block, node if self._heads <= node <= self.exit else -1)
         found = self._entering.get(key)
         if found is None:
             fact = self.threads.edge_fact(block, node - self._heads) if key[1] >= 0 else None
-            who = self.block_executors[block]
+            who = self.threads.executors_of_block(block)
             found = self._entering[key] = who if fact is None else self.threads.restrict(who, fact)
         return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 from .cfg import CFG
 from .effects import used
@@ -133,34 +134,34 @@ class Threads:
         self._flat = (rows, planes) == (1, 1) if known else not axes & {"%tid.y", "%tid.z"}
         width = int(first[1]) + 1
         self._linear = {("reg", "%tid.x"): 1, ("reg", "%tid.y"): width, ("reg", "%tid.z"): width * rows}
-        self._everyone = Executors()
         self._count = int(width * rows * planes) if known else 1024
         self._facts: dict[int, tuple[Fact, ...]] = {}
         self._executors: dict[int, Executors] = {}
+        self._block_executors: dict[int, Executors] = {}
+        self._ranges: dict[int, list[tuple[Affine, Interval]]] = {}
         self._conditions: dict[Fact, tuple[Executors, ...]] = {}
 
     # -- facts --------------------------------------------------------------------------------------------
 
     def facts_of_block(self, block: int) -> tuple[Fact, ...]:
-        """Predicate values that are known whenever control is in `block`."""
-        if block in self._facts:
-            return self._facts[block]
-        chain = []
-        b = block
-        while b not in self._facts:
-            chain.append(b)
-            parent = self.cfg.idom[b]
-            if parent == b or parent < 0:
-                break
-            b = parent
-        for b in reversed(chain):
-            parent = self.cfg.idom[b]
-            known = self._facts.get(parent, ()) if parent != b and parent >= 0 else ()
+        """Predicate values that are known whenever control is in `block`; not those of loops that have ended."""
+        for b, parent in self._unknown_chain(block, self._facts):
+            known = self._facts[parent] if parent >= 0 else ()
             edge = self._edge_fact(b)
-            if edge is not None:
+            if edge is not None and not edge.waited:
                 known = (*(f for f in known if f.value != edge.value), edge)
             self._facts[b] = known
         return self._facts[block]
+
+    def _unknown_chain(self, block: int, done: dict[int, Any]) -> list[tuple[int, int]]:
+        """Blocks above `block` in the dominator tree that are not in `done`, top first, each with its parent."""
+        chain: list[tuple[int, int]] = []
+        b = block
+        while b >= 0 and b not in done:
+            parent = self.cfg.idom[b]
+            chain.append((b, parent if parent != b else -1))
+            b = chain[-1][1]
+        return chain[::-1]
 
     def _edge_fact(self, block: int) -> Fact | None:
         before = self.cfg.predecessors[block]
@@ -189,23 +190,42 @@ class Threads:
 
     def ranges(self, index: int) -> list[tuple[Affine, Interval]]:
         """Ranges of forms that the conditions at `index` imply: `%tid.x < 7` gives (%tid.x, [.., 6])."""
-        out: list[tuple[Affine, Interval]] = []
-        for fact in self.facts(index):
-            for setp, holds in self._comparisons(fact.value, fact.holds):
-                out.extend(self._implied(*self._compared(setp, holds)))
-        return out
+        block = self.cfg.block_of[index]
+        for b, parent in self._unknown_chain(block, self._ranges):
+            edge = self._edge_fact(b)
+            known = self._ranges[parent] if parent >= 0 else []
+            self._ranges[b] = [*known, *self._ranges_of(edge)] if edge and not edge.waited else known
+        pred = self._body[index].pred
+        if pred is None:
+            return self._ranges[block]
+        own = Fact(self.ssa.read(index, pred[0]), not pred[1])
+        return [*self._ranges[block], *self._ranges_of(own)]
+
+    def _ranges_of(self, fact: Fact) -> list[tuple[Affine, Interval]]:
+        compared = self._comparisons(fact.value, fact.holds)
+        return [pair for setp, holds in compared for pair in self._implied(*self._compared(setp, holds))]
 
     # -- executors ----------------------------------------------------------------------------------------
 
     def executors(self, index: int) -> Executors:
         """Who executes instruction `index`."""
+        pred = self._body[index].pred
+        who = self.executors_of_block(self.cfg.block_of[index])
+        if pred is None:
+            return who
         found = self._executors.get(index)
         if found is None:
-            found = self._everyone
-            for fact in self.facts(index):
-                found = self.restrict(found, fact)
+            found = self.restrict(who, Fact(self.ssa.read(index, pred[0]), not pred[1]))
             self._executors[index] = found
         return found
+
+    def executors_of_block(self, block: int) -> Executors:
+        """Who enters a block, by the branch conditions alone."""
+        for b, parent in self._unknown_chain(block, self._block_executors):
+            who = self._block_executors[parent] if parent >= 0 else Executors()
+            edge = self._edge_fact(b)
+            self._block_executors[b] = who if edge is None else self.restrict(who, edge)
+        return self._block_executors[block]
 
     def restrict(self, who: Executors, fact: Fact) -> Executors:
         if fact.waited:

@@ -148,13 +148,15 @@ def _needed(s: Subject, i: int, a: Access) -> tuple[str, str]:
 
 def _cluster_handoffs(s: Subject) -> Iterator[Finding]:
     """Data that one CTA writes and another reads, through distributed shared memory, by ordinary accesses."""
-    writes = [(i, a) for i, a in generic_shared(s, writes=True) if not a.asynchronous]
-    reads = [(i, a) for i, a in generic_shared(s, writes=False) if not a.asynchronous]
+    writes = [(i, a, peer(s, i, a)) for i, a in generic_shared(s, writes=True) if not a.asynchronous]
+    reads = [(i, a, peer(s, i, a)) for i, a in generic_shared(s, writes=False) if not a.asynchronous]
+    if not any(remote for _, _, remote in (*writes, *reads)):
+        return
     pairs = [
         (w, a, r, b)
-        for w, a in writes
-        for r, b in reads
-        if peer(s, w, a) != peer(s, r, b) and w != r and _meet(s, w, a, r, b)
+        for w, a, there in writes
+        for r, b, here in reads
+        if there != here and w != r and _meet(s, w, a, r, b)
     ]
     seen: set[int] = set()
     for w, a, r, b in pairs:

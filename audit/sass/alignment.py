@@ -25,18 +25,21 @@ _EXTRA = 3  # a SASS mark that nothing in PTX explains here
 _SLACK = 2 * (_SKIP + _EXTRA)  # pairs this much worse than the best for a SASS node are not followed
 _LONGEST_SKIP = 3
 _FAR = 1 << 60
+_WITHIN_CLUSTER_BARRIER = ("MEMBAR", "CCTL.IVALL")  # what has no place of its own in the way round it
 
 
 @dataclass
 class Alignment:
     """Per SASS event its PTX event, -1 for none. `counts_as`: PTX accesses that nothing tells apart, to the first of
     them. `ambiguous`: SASS events for which another PTX event would do as
-    well. `unexplained`: accesses that no PTX access accounts for."""
+    well. `unexplained`: accesses that no PTX access accounts for; `left_out`: PTX synchronisation that some path of the
+    machine code passes over."""
 
     origin: list[int]
     counts_as: dict[int, int] = field(default_factory=dict)
     ambiguous: set[int] = field(default_factory=set)
     unexplained: list[int] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
 
 
 def align(
@@ -101,7 +104,40 @@ def _align_sync(
             found.origin[e] = winners[n % len(winners)]
         if len(winners) > 1:
             found.ambiguous.update(events)
+    found.left_out = _left_out(ptx, found.origin, ptx_graph, sass_graph)
     return found
+
+
+def _left_out(
+    ptx: Sequence[Mark], origin: list[int], ptx_graph: EventGraph, sass_graph: EventGraph
+) -> set[int]:
+    """PTX marks without which a step of the machine code, from one matched mark to the next, has no like in PTX."""
+    p_next = _next(ptx_graph, [not m.is_access for m in ptx])
+    s_next = _next(sass_graph, [o >= 0 and not ptx[o].is_access for o in origin])
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for n, e in enumerate(ptx_graph.event):
+        nodes[e].append(n)
+    steps: dict[int, set[int]] = defaultdict(
+        set
+    )  # PTX event (-2 the entry) -> PTX events that SASS has next (-3 the exit)
+    for s in sass_graph.order:
+        e = sass_graph.event[s]
+        if s == 0 or (e >= 0 and origin[e] >= 0 and not ptx[origin[e]].is_access):
+            for t in s_next(s):
+                steps[-2 if s == 0 else origin[e]].add(-3 if t == 1 else origin[sass_graph.event[t]])
+    out: set[int] = set()
+    for a, following in steps.items():
+        start = [0] if a == -2 else nodes[a]
+        direct = {n for p in start for n in p_next(p)}
+        # Part of a cluster barrier is passed over when its stand-in has been taken for the whole of it.
+        for n in list(direct):
+            e = ptx_graph.event[n]
+            if n != 1 and ptx[e].way_round and ptx[e].kind in _WITHIN_CLUSTER_BARRIER:
+                direct.update(p_next(n))
+        reached = {-3 if n == 1 else ptx_graph.event[n] for n in direct}
+        if following - reached:
+            out |= reached - following - {-3} or {a}
+    return out - {-2}
 
 
 _Pair = tuple[int, int, bool]  # SASS node, PTX node, whether the former was taken for the latter
@@ -162,7 +198,7 @@ def _ahead(
                 if r != 1 and c < out.get(r, _FAR):
                     out[r] = c
                     mark = marks[event[r]]
-                    new[r] = c + (0 if mark.way_round and mark.kind in ("MEMBAR", "CCTL.IVALL") else _SKIP)
+                    new[r] = c + (0 if mark.way_round and mark.kind in _WITHIN_CLUSTER_BARRIER else _SKIP)
         front = new
         if not front:
             break
@@ -209,7 +245,7 @@ def _share_accesses(
         fitting = [
             s
             for s in by_kind[kind[0]]
-            if _alike(s.kind[1], kind[1]) and not slot[0] & ~s.slot[0] and not slot[1] & ~s.slot[1]
+            if alike(s.kind[1], kind[1]) and not slot[0] & ~s.slot[0] and not slot[1] & ~s.slot[1]
         ]
         fitting.sort(key=lambda s: ("strong" in s.kind[1]) != ("strong" in kind[1]))
         room = {s.first: s.bytes for s in fitting}
@@ -228,7 +264,7 @@ def _share_accesses(
         short = [
             s
             for s in by_kind[sass[e].kind]
-            if _alike(s.kind[1], sass[e].classes) and s.bytes < _FAR and s.bytes - used[s.first] >= width
+            if alike(s.kind[1], sass[e].classes) and s.bytes < _FAR and s.bytes - used[s.first] >= width
         ]
         if short:
             found.origin[e] = short[0].first
@@ -251,7 +287,7 @@ class _Supply:
 _UNKNOWN_WIDTH = 16  # the widest that one machine access of a thread had before 256-bit loads
 
 
-def _alike(ptx: frozenset[str], sass: frozenset[str]) -> bool:
+def alike(ptx: frozenset[str], sass: frozenset[str]) -> bool:
     """Same space, as far as either tells; a weak PTX access may be strong in SASS (`ld.global.cg`), not the reverse."""
     if "strong" in ptx and "strong" not in sass and not any(c.startswith("shared") for c in sass):
         return False

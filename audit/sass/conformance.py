@@ -26,9 +26,10 @@ from ..ptx.ir import Function, Imm, Instruction, Reg
 from ..ptx.ssa import SSA
 from . import cfg as sass_cfg
 from . import witness
-from .alignment import Alignment, align
+from .alignment import Alignment, align, alike
 from .eventgraph import EventGraph, Flow, Order, Step, unfold
 from .parser import SassFunction, SassInstruction
+from .window import excesses
 from .witness import Mark
 
 
@@ -37,6 +38,7 @@ class Problem(StrEnum):
     DROPPED = "dropped"  # a mark is not on some path where the PTX has it
     MOVED_UP = "moved up"  # an access comes before a mark that it must come after
     MOVED_DOWN = "moved down"  # an access comes after a mark that it must come before
+    MOVED_IN = "moved in"  # more accesses between two marks than the PTX has there
     UNDECIDED = "undecided"  # the comparison could not be made; `detail` says why
 
 
@@ -92,7 +94,7 @@ def conformance(function: Function, sass: SassFunction, arch: str = "", by_line=
 
     `arch` is only named in messages. Near-linear in the instructions for code whose loops hold few marks.
     """
-    result = Conformance(by_line=sass.has_ptx_lines)
+    result = Conformance(by_line=sass.has_ptx_lines and by_line)
     cfg = CFG(function)
     ptx_events = _ptx_events(function, cfg, result)
     graph = sass_cfg.build(sass)
@@ -101,11 +103,16 @@ def conformance(function: Function, sass: SassFunction, arch: str = "", by_line=
     result.expected = len(ptx_events)
     ptx_graph = unfold(_ptx_flow(function, cfg, ptx_events), cfg.exit)
     marks = [e.mark for e in ptx_events]
+    around = sass_cfg.without_cluster(graph)
     if sass.has_ptx_lines and by_line:
-        sass_events = _match_by_line(ptx_events, sass, sass_cfg.without_cluster(graph))
+        sass_events = _match_by_line(ptx_events, sass, around)
+        helpers = {i.line for i in function.body if i.opcode in ("tcgen05", "tensormap")}
+        unexplained = [
+            e.ins for e in sass_events if e.mark.is_access and e.origin < 0 and e.ins.ptx_line not in helpers
+        ]
+        left_out: set[int] = set()
         sass_graph = unfold(_sass_flow(graph, sass_events), graph.exit)
     else:
-        around = sass_cfg.without_cluster(graph)
         sass_events = [
             _SassEvent(i, m)
             for i in sass.body
@@ -115,10 +122,87 @@ def conformance(function: Function, sass: SassFunction, arch: str = "", by_line=
         aligned = align(marks, [e.mark for e in sass_events], ptx_graph, sass_graph)
         sass_events = _aligned(ptx_events, sass_events, aligned, around)
         sass_graph = unfold(_sass_flow(graph, sass_events), graph.exit)
+        left_out, unexplained = aligned.left_out, [sass_events[n].ins for n in aligned.unexplained]
     comparison = _Comparison(ptx_events, sass_events, ptx_graph, sass_graph)
     _missing(result, function, cfg, ptx_events, comparison, sass)
     _report(result, comparison)
+    reported = {d.ptx.index for d in result.deviations if d.ptx is not None}
+    for n in sorted(left_out):
+        if ptx_events[n].ins.index not in reported:
+            detail = f"on some path of the machine code its {marks[n]} is passed over"
+            copies = tuple(comparison.copies[n])
+            result.deviations.append(
+                Deviation(Problem.DROPPED, detail, ptx_events[n].ins, copies, mark=str(marks[n]))
+            )
+    _unexplained(result, function, unexplained)
+    _surplus(result, sass_events)
+    _overfull(result, function, ptx_events, sass_events, ptx_graph, sass_graph, comparison)
     return result
+
+
+def _surplus(result: Conformance, sass: list[_SassEvent]) -> None:
+    """Synchronisation in SASS that nothing in the PTX explains. More fences than asked for do no harm."""
+    for e in sass:
+        if e.origin < 0 and not e.mark.is_access and not e.mark.kind.startswith(_HARMLESS):
+            detail = f"`{e.ins.text}` at SASS line {e.ins.line} has no counterpart in the PTX on its path"
+            result.deviations.append(Deviation(Problem.UNDECIDED, detail, sass=(e.ins,), mark=str(e.mark)))
+
+
+_HARMLESS = ("MEMBAR", "CCTL", "FENCE", "DEPBAR")
+
+
+_NOTHING = Mark("")
+
+
+def _overfull(
+    result: Conformance,
+    function: Function,
+    ptx: list[_PtxEvent],
+    sass: list[_SassEvent],
+    ptx_graph: EventGraph,
+    sass_graph: EventGraph,
+    comparison: _Comparison,
+) -> None:
+    """Windows between two marks in which the machine code does more than the PTX."""
+    counted = [_NOTHING if e.origin < 0 and _is_bookkeeping(function, e.ins) else e.mark for e in sass]
+    found = excesses(
+        [e.mark for e in ptx],
+        counted,
+        comparison.letters,
+        [comparison.letters[e.origin] if e.origin >= 0 else -1 for e in sass],
+        ptx_graph,
+        sass_graph,
+    )
+    known = {i.index for d in result.deviations if d.problem in (Problem.MOVED_UP, Problem.MOVED_DOWN) for i in d.sass}
+    for x in found:
+        copies = tuple(sass[e].ins for e in x.events)
+        if known & {i.index for i in copies}:
+            continue
+        close = ptx[x.closes].ins
+        open_ = f"`{ptx[x.opens].ins.name}` (line {ptx[x.opens].ins.line})" if x.opens >= 0 else "the entry"
+        detail = (
+            f"between {open_} and `{close.name}` (line {close.line}) the machine code can move {x.found} bytes per "
+            f"thread by {x.access[1]}, the PTX at most {x.allowed}: accesses have been moved in from elsewhere"
+        )
+        result.deviations.append(Deviation(Problem.MOVED_IN, detail, None, copies, (close,), mark=str(ptx[x.closes].mark)))
+
+
+def _unexplained(result: Conformance, function: Function, accesses: list[SassInstruction]) -> None:
+    """Machine accesses without a PTX access. The allocator of tensor memory keeps its books in shared memory."""
+    for ins in accesses:
+        if _is_bookkeeping(function, ins):
+            continue
+        detail = f"`{ins.text}` at SASS line {ins.line} has no counterpart in the PTX between the same synchronisation"
+        result.deviations.append(Deviation(Problem.UNDECIDED, detail, sass=(ins,)))
+
+
+def _is_bookkeeping(function: Function, ins: SassInstruction) -> bool:
+    """Perhaps part of the allocator of tensor memory, which ptxas expands in place."""
+    allocates = any(i.opcode == "tcgen05" and i.mods[0] in _BOOKKEEPING for i in function.body)
+    return allocates and ins.opcode in ("LDS", "STS", "ATOMS")
+
+
+_BOOKKEEPING = frozenset({"alloc", "dealloc", "relinquish_alloc_permit"})
 
 
 def _missing(
@@ -130,8 +214,19 @@ def _missing(
     sass: SassFunction,
 ) -> None:
     """Marks without any SASS instruction, unless ptxas has removed the whole block as never executed."""
-    lines = {i.ptx_line for i in sass.body} if sass.has_ptx_lines else set()
+    if result.by_line:
+        lines = {i.ptx_line for i in sass.body}
+    else:
+        lines = {events[n].ins.line for n in comparison.copies}
     constants = _Constants(cfg)
+
+    def body_of(block: int) -> list[Instruction]:
+        return function.body[cfg.blocks[block].start : cfg.blocks[block].end]
+
+    def always(block: int) -> bool:
+        """Every execution that ends passes the block."""
+        return block == 0 or cfg.block_postdominates(block, 0)
+
     for n, e in enumerate(events):
         if comparison.s.exists(n) or e.counts_as >= 0:
             result.matched += 1
@@ -139,11 +234,10 @@ def _missing(
         if e.mark.is_access and "strong" not in e.mark.classes:
             continue
         detail = f"no {e.mark} in the machine code"
-        block = cfg.blocks[e.block]
-        others = [i for i in function.body[block.start : block.end] if i.index != e.ins.index]
+        others = [i for i in body_of(e.block) if i.index != e.ins.index]
         deciding = [cfg.terminator(b) for b in cfg.predecessors[e.block]]
         block_remains = (
-            e.block == 0
+            always(e.block)
             or any(i.line in lines for i in others)
             or (deciding and all(i is not None and i.line in lines for i in deciding))
         )
@@ -366,6 +460,7 @@ def _match_by_line(ptx: list[_PtxEvent], sass: SassFunction, around: dict[int, s
                 event.choices = fitting
     _share_out(ptx, alike)
     _match_nearby(ptx, events)
+    _match_accesses(ptx, events)
     return events
 
 
@@ -380,6 +475,31 @@ def _share_out(ptx: list[_PtxEvent], alike: dict[tuple[int, str], list[_SassEven
         else:
             for n in choices:
                 ptx[n].counts_as = choices[0]
+
+
+def _match_accesses(ptx: list[_PtxEvent], sass: list[_SassEvent]) -> None:
+    """Accesses that cannot be what their line says: the nearest like access of the PTX that has none of its own."""
+    claimed = {e.origin for e in sass}
+    free = [n for n, e in enumerate(ptx) if e.mark.is_access and n not in claimed and e.counts_as < 0]
+    for event in sass:
+        if event.origin >= 0 or not event.mark.is_access:
+            continue
+        fitting = [
+            n
+            for n in free
+            if witness.accepts(ptx[n].mark, event.mark)
+            and alike(ptx[n].mark.classes, event.mark.classes)
+            and (ptx[n].mark.width or 0) <= (event.mark.width or 0)  # narrower ones may have been joined
+        ]
+        if fitting:
+            event.origin = min(
+                fitting,
+                key=lambda n: (
+                    ptx[n].mark.width not in (None, event.mark.width),
+                    abs(ptx[n].ins.line - event.ins.ptx_line),
+                ),
+            )
+            free.remove(event.origin)
 
 
 def _aligned(
@@ -434,7 +554,7 @@ class _Comparison:
     ) -> None:
         self.ptx = ptx
         self.copies: dict[int, list[SassInstruction]] = defaultdict(list)
-        letters = [e.counts_as if e.counts_as >= 0 else n for n, e in enumerate(ptx)]
+        self.letters = letters = [e.counts_as if e.counts_as >= 0 else n for n, e in enumerate(ptx)]
         for event in sass:
             if event.origin >= 0:
                 self.copies[letters[event.origin]].append(event.ins)

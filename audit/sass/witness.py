@@ -286,7 +286,7 @@ def _proxy_fence(ins: Instruction, e: Effect) -> tuple[Mark, ...]:
     return (Mark("UTMACCTL.IV"), Mark("UTMACMDFLUSH"))
 
 
-def _access(a: Access, kind: str) -> Mark | None:
+def _access(ins: Instruction, a: Access, kind: str) -> Mark | None:
     """The access itself; None for spaces that no other thread sees and for those outside the memory model."""
     spaces = {"generic": ("global", "shared"), "global": ("global",), "multimem": ("global",)}.get(
         a.space, ("shared",)
@@ -299,14 +299,21 @@ def _access(a: Access, kind: str) -> Mark | None:
         classes = {"read-only load"}
     elif a.sem != "weak":
         classes.add("strong")
-    return Mark(kind, classes=frozenset(classes), width=a.width, touches=frozenset(spaces))
+    width = a.width if a.width is not None else _matrix_width(ins)
+    return Mark(kind, classes=frozenset(classes), width=width, touches=frozenset(spaces))
+
+
+def _matrix_width(ins: Instruction) -> int | None:
+    """ldmatrix, stmatrix: four bytes per thread and matrix."""
+    count = next((int(m[1]) for m in ins.mods if m in ("x1", "x2", "x4")), 0)
+    return 4 * count if ins.opcode in ("ldmatrix", "stmatrix") and count else None
 
 
 def _memory(kind: str):
     def make(ins: Instruction, e: Effect) -> tuple[Mark, ...]:
         if not e.accesses or e.op in ("discard", "texture", "surface", "tensormap"):
             return ()
-        core = _access(e.accesses[0], kind)
+        core = _access(ins, e.accesses[0], kind)
         if core is None:
             return ()
         level = _SCOPES[e.scope]
