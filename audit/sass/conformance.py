@@ -173,7 +173,12 @@ def _overfull(
         ptx_graph,
         sass_graph,
     )
-    known = {i.index for d in result.deviations if d.problem in (Problem.MOVED_UP, Problem.MOVED_DOWN) for i in d.sass}
+    known = {
+        i.index
+        for d in result.deviations
+        if d.problem in (Problem.MOVED_UP, Problem.MOVED_DOWN)
+        for i in d.sass
+    }
     for x in found:
         copies = tuple(sass[e].ins for e in x.events)
         if known & {i.index for i in copies}:
@@ -184,7 +189,9 @@ def _overfull(
             f"between {open_} and `{close.name}` (line {close.line}) the machine code can move {x.found} bytes per "
             f"thread by {x.access[1]}, the PTX at most {x.allowed}: accesses have been moved in from elsewhere"
         )
-        result.deviations.append(Deviation(Problem.MOVED_IN, detail, None, copies, (close,), mark=str(ptx[x.closes].mark)))
+        result.deviations.append(
+            Deviation(Problem.MOVED_IN, detail, None, copies, (close,), mark=str(ptx[x.closes].mark))
+        )
 
 
 def _unexplained(result: Conformance, function: Function, accesses: list[SassInstruction]) -> None:

@@ -49,7 +49,9 @@ def excesses(
         if not closes:
             continue
         p_bytes = [_bytes(m, access, UNBOUNDED) for m in ptx]
-        s_bytes = [_bytes(m, access, 4) if len(m.classes - {"strong"}) == 1 or kind == "atomic" else 0 for m in sass]
+        s_bytes = [
+            _bytes(m, access, 4) if len(m.classes - {"strong"}) == 1 or kind == "atomic" else 0 for m in sass
+        ]
         allowed = _windows(ptx_graph, letters, p_bytes, opens, closes)
         for window, (most, events) in _windows(sass_graph, origin, s_bytes, opens, closes).items():
             if window in allowed and allowed[window][0] < most < UNBOUNDED:
