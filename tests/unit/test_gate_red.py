@@ -56,7 +56,7 @@ ORDER = {
     "clobber dropped": Edit(
         INLINE,
         (('f"{constraints},~{{memory}}" if constraints else "~{memory}"', "constraints"),),
-        ("DSL01", "memory", "ptx.py"),
+        ("DSL01", "memory", "cluster_exchange.py"),
     ),
 }
 NUMBERS = {
