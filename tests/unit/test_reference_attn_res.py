@@ -39,7 +39,7 @@ def check_mix(mixture: Mix, rows: list[Tensor], norm: Tensor, proj: Tensor) -> N
     assert error <= 1e-13 * values.abs().max()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     rows=st.integers(1, 9),
     tokens=st.integers(1, 8),
