@@ -26,8 +26,6 @@ from .wheels import CaptureError, Wheel, sha256_of
 MANIFEST = "manifest.json"
 SCHEMA = "k3-audit/capture-1"
 
-_PRELOAD = {"vllm_k3": ["torch", "cutlass.cute"], "fla": ["triton"]}
-
 
 @dataclass(frozen=True)
 class File:
@@ -59,7 +57,9 @@ class Built:
 
 @dataclass
 class Manifest:
-    """`source` is the module of the recipes; `wheels` and `tools` are what the kernels were made from and with."""
+    """`source` is the module of the recipes, which has `recipes()`, `build(name, arch)` and `PRELOAD`; `wheels`
+    and `tools` are what the kernels were made from and with.
+    """
 
     source: str
     wheels: list[dict[str, Any]]
@@ -125,7 +125,7 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed = {(b.recipe, b.arch) for b in manifest.builds if b.reason} if retry else set()
-    fresh = Fresh(_PRELOAD.get(manifest.source, ()))
+    fresh = Fresh(importlib.import_module(manifest.source).PRELOAD)
     pool = ThreadPoolExecutor(jobs)
     try:
         waiting = [
@@ -156,7 +156,7 @@ def _supervise(
 
 def _build(source: str, recipe: str, arch: str, folder: Path) -> tuple[File, ...]:
     """In the fresh process: compile and write."""
-    codes = importlib.import_module(f"{__package__}.{source}").build(recipe, arch)
+    codes = importlib.import_module(source).build(recipe, arch)
     files = []
     for i, code in enumerate(codes):
         twin = sum(c.kernel == code.kernel for c in codes[:i])

@@ -71,7 +71,7 @@ def _builder(name: str, module: str, help: str) -> None:
         except CaptureError:
             if (output / builds.MANIFEST).exists():
                 raise
-            manifest = builds.Manifest(module, builds.wheel_records(recipes.WHEELS), {})
+            manifest = builds.Manifest(recipes.__name__, builds.wheel_records(recipes.WHEELS), {})
         manifest.tools = _tools()
         todo = builds.wanted(chosen, archs)
         recipes.prepare()

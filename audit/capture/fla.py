@@ -21,6 +21,7 @@ from .wheels import CaptureError, Wheel, unpack
 WHEEL = Wheel("fla-core", "0.6.0", "b0708b70e0b119cd58a0a5146ea56cb175cef6ed969d8ac60267e3e077ce3ebd", 1)
 WHEELS = (WHEEL,)
 ARCHITECTURES = ("sm_90", "sm_100")
+PRELOAD = ("triton",)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ FLASHINFER = Wheel(
 )
 WHEELS = (WHEEL, FLASHINFER)
 ARCHITECTURES = ("sm_90a", "sm_100a")
+PRELOAD = ("torch", "cutlass.cute")
 
 MODEL = "vllm.models.kimi_k3.nvidia"
 DECODE = f"{MODEL}.specialized_decode.cutedsl"
