@@ -68,15 +68,11 @@ SEEN_BY_HARDWARE: dict[str, Callable[[str], str]] = {
     "load_above_wait": load_above_wait,
     "exchange_wait_dropped": exchange_wait_dropped,
 }
-# These break the guarantee, but this hardware may keep order all the same; the auditor must see them.
-SEEN_BY_AUDITOR: dict[str, Callable[[str], str]] = {
+# The others break the guarantee too, but hardware may keep order all the same; auditor and emulator must see all.
+DEFECTS: dict[str, Callable[[str], str]] = {
     **SEEN_BY_HARDWARE,
     "poll_dropped": poll_dropped,
     "acquire_narrowed": acquire_narrowed,
     "init_fence_dropped": init_fence_dropped,
     "cluster_wait_dropped": cluster_wait_dropped,
-}
-# The emulator lets stores become visible late, but takes a completed mbarrier phase as seen by all, at any scope.
-SEEN_BY_EMULATOR = {
-    n: f for n, f in SEEN_BY_AUDITOR.items() if n not in ("acquire_narrowed", "init_fence_dropped")
 }

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from defects import SEEN_BY_EMULATOR
+from defects import DEFECTS
 from emulated import array, launch
 from k3_audit.artifact import ARCHITECTURES, Artifact, Store
 from k3_audit.audit import emulator
@@ -92,10 +92,10 @@ def test_no_weak_outcome(arch: str, evidence, seed: int) -> None:
     assert not any(seen), next(filter(None, seen))
 
 
-@pytest.mark.parametrize("name", SEEN_BY_EMULATOR)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_planted_defects_show(name: str, seed: int) -> None:
     """What the emulator is worth: each defect shows under some schedule."""
     kernel, operands = artifact("sm_90a"), Operands(seed)
     expected = operands.run(kernel, pdl=False)
-    broken = replace(kernel, ptx=SEEN_BY_EMULATOR[name](kernel.ptx))
+    broken = replace(kernel, ptx=DEFECTS[name](kernel.ptx))
     assert any(outcomes(broken, operands, expected, 2)), f"{name} passes every schedule that was tried"

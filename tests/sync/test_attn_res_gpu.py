@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from defects import SEEN_BY_AUDITOR, SEEN_BY_HARDWARE
+from defects import DEFECTS, SEEN_BY_HARDWARE
 from k3_audit.artifact import Artifact, Store
 from k3_audit.audit.findings import Verdict
 from k3_audit.audit.stress.hammer import Hammer, Histogram
@@ -81,7 +81,7 @@ def test_no_weak_outcome(artifact: Artifact, previous: Artifact, evidence, seed:
 def test_power(artifact: Artifact, previous: Artifact, evidence, seed: int) -> None:
     """How soon the same engine sees planted defects: what a clean result is worth."""
     counts, figures, missed = {}, {}, []
-    for name, plant in SEEN_BY_AUDITOR.items():
+    for name, plant in DEFECTS.items():
         if name == "cluster_wait_dropped":
             continue  # a push to an mbarrier that is not armed yet loses bytes, and the wait would never end
         broken = with_ptx(artifact, plant(artifact.ptx))
@@ -97,9 +97,7 @@ def test_power(artifact: Artifact, previous: Artifact, evidence, seed: int) -> N
             first = first or got.weak
         if not first and name in SEEN_BY_HARDWARE:
             missed.append(name)
-    figures["defects_seen"] = sum(
-        1 for n in SEEN_BY_AUDITOR if any(counts.get(f"{n}_{m}_weak") for m in MODES)
-    )
+    figures["defects_seen"] = sum(1 for n in DEFECTS if any(counts.get(f"{n}_{m}_weak") for m in MODES))
     evidence.record(
         artifact,
         tier="sync",
