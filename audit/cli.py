@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import tomllib
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +23,10 @@ import click
 from .findings import ExitCode, Finding, Severity, Verdict, worst
 
 if TYPE_CHECKING:
-    from k3_audit.artifact import Artifact, Contract, Store
+    from k3_audit.artifact import Artifact, Store
     from rich.console import Console
 
+    from .contracts import Promise
     from .scan import KernelReport
 
 EXIT = {
@@ -97,6 +97,9 @@ def reason(error: BaseException) -> str:
 _ELSEWHERE = {
     "capture": ("k3_audit.audit.capture.commands", "commands"),
     "plan": ("k3_audit.fused_backend.commands", "plan"),
+    "contract": ("k3_audit.audit.contract_command", "contract"),
+    "diff": ("k3_audit.audit.diff_command", "diff"),
+    "model": ("k3_audit.audit.memory_model.commands", "model"),
     "prompts": ("k3_audit.audit.prompts", "commands"),
     "support": ("k3_audit.fused_backend.commands", "support"),
     "teeth": ("k3_audit.audit.teeth_command", "teeth"),
@@ -229,31 +232,51 @@ def _say(text: str) -> None:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE.toml",
-    help="What a kernel promises its neighbours; sharpens the verdicts. May be repeated.",
+    help="What a kernel promises its neighbours; sharpens the verdicts. May be repeated. "
+    "kernel.contract.toml beside kernel.ptx is read without being named.",
+)
+@click.option(
+    "--suppress",
+    "accepted",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="Findings that are accepted, each with a reason and an end; they stay in the report. May be repeated.",
 )
 @_format
 @_output
-def scan(paths: tuple[str, ...], contracts: tuple[Path, ...], form: str, output: Path | None) -> int:
+def scan(
+    paths: tuple[str, ...],
+    contracts: tuple[Path, ...],
+    accepted: tuple[Path, ...],
+    form: str,
+    output: Path | None,
+) -> int:
     """Audit anyone's kernels: PTX, cubins, fatbins, shared libraries, folders. No contract is needed.
 
     \b
     Examples:
       k3-audit scan kernel.ptx
       k3-audit scan libkernels.so --format json
-      k3-audit scan kernel.ptx --contract kernel.toml
+      k3-audit scan kernel.ptx --contract kernel.toml --suppress accepted.toml
     """
+    from . import contracts as promises
+    from . import suppress as suppression
     from .report import render_scan
 
-    promised = [_contract(path) for path in contracts]
+    promised = [p for path in contracts for p in promises.read(path)]
+    suppressions = [s for path in accepted for s in suppression.load(path)]
     reports: list[KernelReport] = []
     texts: dict[str, str] = {}
     with _progress(len(paths), "scan") as advance:
         for path in paths:
             advance(path)
             reports += _scan_path(path, promised, texts)
-    for contract in promised:
-        if not any(contract.kernel in r.name for r in reports):
-            raise click.ClickException(f"no scanned kernel is called {contract.kernel}, as a contract says")
+    for p in promises.unused(promised, [r.name for r in reports]):
+        raise click.ClickException(f"no scanned kernel is called {p.contract.kernel}, as {p.file} says")
+    reports, idle = suppression.suppress(reports, suppressions, datetime.now(UTC).date())
+    for line in idle:
+        _say(f"suppression  {line}")
     for report in reports:
         for finding in report.findings:
             if finding.verdict == Verdict.ERROR:
@@ -268,21 +291,10 @@ def scan(paths: tuple[str, ...], contracts: tuple[Path, ...], form: str, output:
     return EXIT[worst([r.verdict for r in reports])]
 
 
-def _contract(path: Path) -> Contract:
-    from k3_audit.artifact import Contract
-
-    try:
-        return Contract.from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as e:
-        raise click.ClickException(f"{path}: {e.strerror}") from e
-    except (ValueError, AttributeError) as e:
-        raise click.ClickException(f"{path}: not a contract: {e}") from e
-
-
-def _scan_path(path: str, contracts: Sequence[Contract], texts: dict[str, str]) -> list[KernelReport]:
+def _scan_path(path: str, promised: Sequence[Promise], texts: dict[str, str]) -> list[KernelReport]:
     """The reports of one path. What cannot be read becomes a report with verdict *error*."""
+    from . import contracts
     from .frontend import load
-    from .scan import scan_ptx
 
     name = os.fsencode(path).decode("utf-8", "replace")
     try:
@@ -291,8 +303,8 @@ def _scan_path(path: str, contracts: Sequence[Contract], texts: dict[str, str]) 
         reports: list[KernelReport] = []
         for unit in load(Path(path)):
             texts[unit.file] = unit.ptx
-            contract = next((c for c in contracts if c.kernel in unit.ptx), None)
-            reports += scan_ptx(unit.ptx, unit.file, contract=contract, sass=unit.sass)
+            found = [*promised, *contracts.beside(Path(path)), *contracts.beside(Path(unit.file))]
+            reports += contracts.scan(unit.ptx, unit.file, found, unit.sass)
         return reports or [
             _unreadable(name, "no kernel in it (give PTX, a cubin, a fatbin or a library with them)")
         ]

@@ -11,7 +11,7 @@ until a person has decided and deleted the question mark.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from k3_audit.artifact.contract import Contract
 
 from .findings import Finding, Severity, Site, Verdict, worst
-from .scan import KernelReport
+from .scan import KernelReport, scan_ptx
 
 SUFFIX = ".contract.toml"
 RULE = "contract"
@@ -66,9 +66,25 @@ class Promise:
         return only or self.contract.kernel in kernel
 
 
-def beside(path: Path) -> Path:
-    """Where the contracts of the code in `path` are: `kernel.contract.toml` beside `kernel.ptx`."""
-    return path.with_name(path.name.removesuffix(path.suffix) + SUFFIX)
+def beside(path: Path) -> list[Promise]:
+    """The contracts in `kernel.contract.toml` beside `kernel.ptx`; none where there is no such file."""
+    file = path.with_name(path.name.removesuffix(path.suffix) + SUFFIX) if path.name else path
+    return read(file) if path.name and file.is_file() else []
+
+
+def scan(text: str, file: str, promises: Sequence[Promise], sass: str = "") -> list[KernelReport]:
+    """Audit every kernel of a PTX text, each with the contract that fits it. Raises PtxError."""
+    chosen: dict[str, Promise] = {}
+
+    def contract_of(kernel: str, kernels: int) -> Contract | None:
+        promise = choose(promises, kernel, only=kernels == 1)
+        if promise is None:
+            return None
+        chosen[kernel] = promise
+        return promise.contract
+
+    reports = scan_ptx(text, file, contract_of, sass)
+    return [apply(r, chosen[r.name]) if r.name in chosen else r for r in reports]
 
 
 def read(path: Path) -> list[Promise]:
@@ -93,7 +109,11 @@ def parse(text: str, file: str = "<contract>") -> list[Promise]:
 
 def _promise(table: dict[str, Any], file: str) -> Promise:
     questions: list[Question] = []
-    launch = dict(table.get("launch", {"block": "?"}))
+    if not isinstance(table.get("kernel"), str):
+        raise ValueError("kernel must be the name of the kernel")
+    if "launch" not in table:
+        raise ValueError('launch is missing: at least launch.block, which may be "?"')
+    launch = dict(table["launch"])
     for name, value in launch.items():
         if _open(value):
             questions.append(Question(f"launch.{name}", value))

@@ -104,11 +104,7 @@ def gate(
         else:
             found = tuple(reports.get((kernel, arch), ()))
             rows.append(_row(artifact, entry, lock, found, policy, tree, today, used))
-    suppressions = tuple(
-        f"{s.kernel}: {s}"
-        + ("" if s in used else " (expired)" if today >= s.expires else " (matches nothing)")
-        for s in policy.suppressions
-    )
+    suppressions = tuple(s.fate(s in used, today) for s in policy.suppressions)
     return GateResult(tuple(rows), tuple(_reference(lock, tree)), suppressions)
 
 

@@ -45,6 +45,11 @@ class Suppression:
     def __str__(self) -> str:
         return f"{self.rule} {self.fingerprint} until {self.expires}: {self.reason}"
 
+    def fate(self, used: bool, today: date) -> str:
+        """What became of it, as one line of a report."""
+        end = "" if used else " (expired)" if today >= self.expires else " (matches nothing)"
+        return f"{self.kernel}: {self}{end}"
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -89,8 +94,19 @@ class Policy:
             for kernel, by_tier in data.get("cases", {}).items()
             for tier, names in by_tier.items()
         }
-        suppressions = tuple(Suppression(**s) for s in data.get("suppress", ()))
-        for s in suppressions:
-            if not isinstance(s.expires, date):
-                raise ValueError(f"suppression of {s.rule}: expires must be a date, as in 2027-01-31")
-        return cls(tiers, required, static_only, cases, suppressions)
+        return cls(tiers, required, static_only, cases, suppressions(data))
+
+
+def suppressions(data: dict[str, Any]) -> tuple[Suppression, ...]:
+    """The `[[suppress]]` tables of a policy or of a file of their own. Raises KeyError or ValueError."""
+    found = []
+    for table in data.get("suppress", ()):
+        s = Suppression(
+            **{name: table[name] for name in ("rule", "kernel", "fingerprint", "reason", "expires")}
+        )
+        if not isinstance(s.expires, date):
+            raise ValueError(f"suppression of {s.rule}: expires must be a date, as in 2027-01-31")
+        if not str(s.reason).strip():
+            raise ValueError(f"suppression of {s.rule}: reason is empty")
+        found.append(s)
+    return tuple(found)

@@ -10,7 +10,7 @@ code lets the auditor confirm that the assembler kept the order.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,7 +28,8 @@ class KernelReport:
     """What the auditor says about one kernel.
 
     `sync_skeleton` lists its synchronising instructions, one line each (:mod:`.skeleton`); `unknown` what the
-    auditor could not read, one line each. `name` is "" for a text that is no PTX.
+    auditor could not read, one line each. `name` is "" for a text that is no PTX. `suppressed` holds findings
+    that somebody has accepted, each with who says why (:mod:`.suppress`); they do not count.
     """
 
     name: str
@@ -38,14 +39,22 @@ class KernelReport:
     findings: tuple[Finding, ...]
     sync_skeleton: tuple[str, ...]
     unknown: tuple[str, ...]
+    suppressed: tuple[tuple[Finding, str], ...] = ()
+
+
+ContractOf = Callable[[str, int], Contract | None]
 
 
 def scan_ptx(
-    text: str | bytes, name: str = "<ptx>", contract: Contract | None = None, sass: str | None = None
+    text: str | bytes,
+    name: str = "<ptx>",
+    contract: Contract | ContractOf | None = None,
+    sass: str | None = None,
 ) -> list[KernelReport]:
     """Audit every kernel of one PTX text. Raises PtxError when the text is no PTX.
 
-    `contract` applies to the kernel that it names, or to the only kernel of the text.
+    `contract` applies to the kernel that it names, or to the only kernel of the text; or it is a function that
+    chooses one, given a kernel's name and how many kernels there are.
     """
     with _no_garbage_collection():
         module = parse(text, name)
@@ -78,9 +87,9 @@ def unread(subject: Subject) -> list[tuple[int, str]]:
     return of(subject)
 
 
-def _contract_of(contract: Contract | None, kernel: str, kernels: int) -> Contract | None:
-    if contract is None:
-        return None
+def _contract_of(contract: Contract | ContractOf | None, kernel: str, kernels: int) -> Contract | None:
+    if contract is None or not isinstance(contract, Contract):
+        return contract(kernel, kernels) if contract is not None else None
     return contract if contract.kernel == kernel or kernels == 1 or contract.kernel in kernel else None
 
 

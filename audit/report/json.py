@@ -30,12 +30,15 @@ def finding_dict(finding: Finding) -> dict[str, Any]:
 
 
 def kernel_dict(report: KernelReport) -> dict[str, Any]:
+    """`suppressed` is there only where something is."""
+    suppressed = [{**finding_dict(f), "suppression": why} for f, why in report.suppressed]
     return {
         "name": report.name,
         "file": report.file,
         "arch": report.arch,
         "verdict": str(report.verdict),
         "findings": [finding_dict(f) for f in report.findings],
+        **({"suppressed": suppressed} if suppressed else {}),
     }
 
 

@@ -29,6 +29,7 @@ class _Case:
     name: str
     verdict: Verdict
     lines: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def _document(suite: str, cases: Iterable[_Case]) -> str:
@@ -50,6 +51,8 @@ def _document(suite: str, cases: Iterable[_Case]) -> str:
             first = case.lines[0] if case.lines else "no reason given"
             body = ET.SubElement(test, _TAG[case.verdict], message=_clean(f"{case.verdict}: {first}"))
             body.text = _clean("\n".join(case.lines))
+        if case.notes:
+            ET.SubElement(test, "system-out").text = _clean("\n".join(case.notes))
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
@@ -69,6 +72,7 @@ def scan(reports: Sequence[KernelReport], texts: Mapping[str, str]) -> str:
                 tuple(
                     f"{f.rule} PTX line {f.sites[0].line if f.sites else 0}: {f.message}" for f in r.findings
                 ),
+                tuple(f"suppressed: {why}" for _, why in r.suppressed),
             )
             for r in reports
         ),

@@ -140,6 +140,9 @@ def _split(reports: Iterable[KernelReport]) -> tuple[list[dict[str, Any]], list[
                 broken.append(f"{report.file}: {finding.message}")
             else:
                 results.append(_finding(report, finding))
+        for finding, why in report.suppressed:
+            accepted = [{"kind": "external", "justification": why}]
+            results.append({**_finding(report, finding), "suppressions": accepted})
         if report.verdict == Verdict.ERROR and not report.findings:
             broken.append(f"{report.file}: {report.name} could not be audited")
     return results, broken

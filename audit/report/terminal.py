@@ -70,6 +70,8 @@ def scan(console: Console, reports: Sequence[KernelReport]) -> None:
             if finding.verdict != Verdict.ERROR:
                 _finding(console, report, finding)
                 _say(console)
+        for _, why in report.suppressed:
+            _say(console, f"{report.file}: suppressed in {report.name}: {why}", "yellow")
         for text in report.unknown:
             _say(console, f"{report.file}: not understood: {text}", "yellow")
     table = Table(box=None, pad_edge=False)
