@@ -139,10 +139,9 @@ def _progress(total: int, what: str) -> Iterator[Callable[[str, str], None]]:
     if not sys.stderr.isatty():
         yield lambda name, outcome: click.echo(f"{what}  {name}: {outcome}", err=True)
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    columns = (*columns, TextColumn("{task.fields[name]}"))
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[name]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total, name="")
         yield lambda name, outcome: bar.update(task, advance=1, name=name)

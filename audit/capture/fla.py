@@ -144,7 +144,7 @@ def build(name: str, arch: str) -> list[Code]:
     recipe = {r.name: r for r in recipes()}[name]
     root = unpack(WHEEL, ["fla/"])
     module, kernel = recipe.call.split(":")
-    empty_packages(root, module.rpartition(".")[0], "fla.ops.utils")
+    empty_packages(root, module.rpartition(".")[0], "fla.ops")
     stub("einops", rearrange=None)  # host side only
     sys.modules["fla"].__version__ = WHEEL.version  # type: ignore[attr-defined]
     with warnings.catch_warnings():

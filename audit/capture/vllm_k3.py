@@ -230,8 +230,8 @@ def _mixture(tp: int) -> Iterator[Recipe]:
         if published:
             mode = "twoshot" if tp == 16 and batch > 32 else "publish"
         umma = batch > (8 if tp == 8 else 32)
-        arguments = (tp, batch, 0, mode, 2, batch > 8, umma and published)
-        yield Recipe(f"moe.tail.{mode}.tp{tp}.b{batch}", "moe.tail_runtime:compile_tail", arguments)
+        tail = (tp, batch, 0, mode, 2, batch > 8, umma and published)
+        yield Recipe(f"moe.tail.{mode}.tp{tp}.b{batch}", "moe.tail_runtime:compile_tail", tail)
         if published:
             yield Recipe(f"moe.tail.push.tp{tp}.b{batch}", "moe.tail_runtime:compile_push", (batch, 0, tp))
 
@@ -259,7 +259,7 @@ def _small_batch(tp: int) -> Iterator[Recipe]:
     w13, w2 = (layout("uint8", _EXPERTS * n) for n in _scale_bytes(tp))
     if tp == 8:
         xmoe, hg = head[2], layout("uint32", 6144)
-        front = (
+        front: tuple[Any, ...] = (
             *head,
             *(layout("uint32", 7168), layout("int32", 16), w, layout("bfloat16", 448, 7168), h2),
             *(layout("bfloat16", 3584), layout("bfloat16", 1536, 7168), hg),
@@ -270,7 +270,13 @@ def _small_batch(tp: int) -> Iterator[Recipe]:
         yield Recipe(
             "moe.small_batch.shared.tp8.b1", call, ("shared", shared, device), (("grid", _SMS - 96),)
         )
-        routed = (layout("bfloat16", 3584), layout("int32", 16), layout("uint8", 3, 128), w13, w2)
+        routed: tuple[Any, ...] = (
+            layout("bfloat16", 3584),
+            layout("int32", 16),
+            layout("uint8", 3, 128),
+            w13,
+            w2,
+        )
         routed += (layout("bfloat16", 16, 3584), layout("int32", 1))
         yield Recipe("moe.small_batch.experts.tp8.b1", call, ("experts_tp8", routed, device))
         yield Recipe("moe.small_batch.tables.tp8", call, ("tables", (layout("float32", 131072),), device))
@@ -379,7 +385,8 @@ def _install() -> Path:
     stub("vllm.platforms", current_platform=None)
     stub("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0)
     # Sets an attribute of the loaded kernel: needs a device, changes no code.
-    importlib.import_module(f"{DECODE}.common.host").prepare_shared_carveout = lambda code, *_: code
+    host = importlib.import_module(f"{DECODE}.common.host")
+    vars(host)["prepare_shared_carveout"] = lambda code, *_: code
     return root
 
 
