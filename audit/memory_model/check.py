@@ -13,8 +13,9 @@ from k3_audit.audit.findings import Verdict
 from . import axioms, enumerator
 from .events import Unfolded, unfold
 from .execution import Execution, Outcome, sort_outcomes
+from .explain import Forbidden, explain
 from .graph import Graph
-from .program import ModelError, Program, Quantifier
+from .program import Logic, ModelError, Program, Quantifier
 
 UNROLL = 2  # backward branches per label, for loops that are not mere spinning
 MAX_THREADS = 16
@@ -151,19 +152,20 @@ def _judge(program: Program, bounds: Bounds, engine: str, executions: dict[Outco
     }[program.quantifier]
     shown = sort_outcomes(violating if universal else satisfying)
     races, faults = _flaws(kept)
-    return Result(
-        program,
-        bounds,
-        engine,
-        sort_outcomes(kept),
-        kept,
-        allowed,
-        truth,
-        kept[shown[0]] if shown else None,
-        0.0,
-        races,
-        faults,
-    )
+    witness = kept[shown[0]] if shown else None
+    found = sort_outcomes(kept)
+    return Result(program, bounds, engine, found, kept, allowed, truth, witness, 0.0, races, faults)
+
+
+def why_forbidden(result: Result) -> Forbidden | None:
+    """For a result without a witness: an execution that ends as the condition says, and the axioms it breaks."""
+    condition = result.program.condition
+    if condition is None or result.witness is not None:
+        return None
+    if result.program.quantifier == Quantifier.FORALL:
+        condition = Logic("not", (condition,))
+    unfolded = [unfold(result.program, t, result.bounds.unroll) for t in range(result.bounds.threads)]
+    return explain(result.program, graphs(result.program, unfolded), condition)
 
 
 def _flaws(executions: dict[Outcome, Execution]) -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
+from textwrap import wrap
 
 from . import axioms
 from .events import Kind, ReadOf
@@ -147,8 +148,18 @@ def reason(x: Execution, axiom: str, events: tuple[int, ...], names: Mapping[int
     return "events " + ", ".join(n) if n else "no execution of the barriers allows it"
 
 
+def _remark(x: Execution, axiom: str, events: tuple[int, ...], names: Mapping[int, str]) -> str:
+    where = f"{axiom} {axioms.AXIOMS[axiom]}" if axiom in axioms.AXIOMS else f"the meaning of {axiom}"
+    return f"breaks {where}: {reason(x, axiom, events, names)}"
+
+
 def _route(x: Execution, a: int, b: int, names: Mapping[int, str]) -> str:
-    path = shortest_path(direct_order(x), a, b)
+    """The steps of base causality order from a to b, perhaps after an observation of a."""
+    rows = direct_order(x)
+    path = shortest_path(rows, a, b)
+    if not path:
+        rows[a] |= axioms.observation_order(x.graph, x.reads_from)[a]
+        path = shortest_path(rows, a, b)
     return f" ({' -> '.join(names.get(e, '?') for e in path)})" if len(path) > 2 else ""
 
 
@@ -197,7 +208,8 @@ _MEANING = {
     "fr": "from reads",
     "sw": "synchronizes with",
 }
-_COLUMN, _ROW, _BOX, _TOP, _LEFT = 330, 54, 26, 60, 20
+_ROW, _BOX, _TOP, _LEFT = 54, 26, 60, 20
+_GAP = 90  # between the boxes of neighbouring threads, for arrows
 _CHARACTER = 6.7  # width of one character of 11px monospace
 
 
@@ -205,54 +217,79 @@ def svg(x: Execution, broken: Broken | None = None) -> str:
     """The execution as a graph, in one self-contained SVG document."""
     picture = Picture.of(x)
     g = x.graph
-    initial = [
-        e for e in g.initial.values() if any(e in (a, b) for v in picture.edges().values() for a, b, _ in v)
-    ]
-    place: dict[int, tuple[float, float]] = {}
+    edges = picture.edges()
+    touched = {e for drawn in edges.values() for a, b, _ in drawn for e in (a, b)}
+    texts = {e: picture.names[e] for e in g.initial.values() if e in touched}
+    texts |= {e: f"{picture.names[e]}: {_what(g, e)}{picture.value(e)}" for e in picture.rows}
+    columns = _columns(g, picture, texts)
+    boxes: dict[int, _Box] = {}
+    initial = [e for e in texts if e not in picture.rows]
     for k, e in enumerate(initial):
-        place[e] = (_LEFT + 90 + 150 * k, _TOP + 14)
+        boxes[e] = _Box(_LEFT + 60 + 130 * k, _TOP + 14, _width(texts[e]))
     top = _TOP + (_ROW if initial else 0) + 40
     for k, e in enumerate(picture.rows):
-        place[e] = (_LEFT + _COLUMN * (g.events[e].thread + 0.5), top + _ROW * k)
-    height = top + _ROW * len(picture.rows) + 30 + 18 * len(broken or {})
-    width = max(_LEFT * 2 + _COLUMN * len(g.program.threads), _LEFT * 2 + 150 * len(initial), 5 * 150)
+        boxes[e] = _Box(columns[g.events[e].thread], top + _ROW * k, _width(texts[e]))
+    width = max(*(b.x + b.width / 2 + _GAP for b in boxes.values()), 5 * 160 + _LEFT)
+    remarks = [
+        line
+        for axiom, events in (broken or {}).items()
+        for line in wrap(_remark(x, axiom, events, picture.names), int((width - 2 * _LEFT) / _CHARACTER))
+    ]
+    height = top + _ROW * len(picture.rows) + 10 + 16 * len(remarks)
     marked = {e for events in (broken or {}).values() for e in events}
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" '
         'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">',
         f"<title>{escape(g.program.name)}: {escape(str(x.outcome))}</title>",
         "<defs>",
         *(_arrowhead(name, colour) for name, colour in _COLOURS.items()),
         "</defs>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>',
         f'<text x="{_LEFT}" y="20" font-size="13" font-weight="bold">{escape(g.program.name)}: '
         f"{escape(str(x.outcome))}</text>",
         *_legend(),
     ]
-    for t, thread in enumerate(g.program.threads):
-        centre = _LEFT + _COLUMN * (t + 0.5)
+    for thread, centre in zip(g.program.threads, columns, strict=True):
         parts.append(
-            f'<text x="{centre}" y="{top - 28}" text-anchor="middle" font-weight="bold">'
+            f'<text x="{centre:.1f}" y="{top - 28}" text-anchor="middle" font-weight="bold">'
             f"{escape(_heading(thread.name, thread.place))}</text>"
         )
     for order in g.sequence:
-        for a, b in pairwise(order):
-            parts.append(_edge("po", place[a], place[b], "", 0))
-    for number, (name, edges) in enumerate(picture.edges().items()):
-        for a, b, why in edges:
-            if a in place and b in place:
-                parts.append(_edge(name, place[a], place[b], why, number + 1))
-    for e, (cx, cy) in place.items():
-        text = picture.names[e] if e in initial else f"{picture.names[e]}: {_what(g, e)}{picture.value(e)}"
-        parts.append(_node(cx, cy, text, e in marked))
-    for k, (axiom, events) in enumerate((broken or {}).items()):
-        text = f"breaks {axiom} {axioms.AXIOMS.get(axiom, '')}: {reason(x, axiom, events, picture.names)}"
-        parts.append(
-            f'<text x="{_LEFT}" y="{height - 12 - 18 * (len(broken or {}) - 1 - k)}" fill="#c5221f">'
-            f"{escape(text)}</text>"
-        )
+        parts += [_edge("po", boxes[a], boxes[b], "", 0) for a, b in pairwise(order)]
+    for bend, (name, drawn) in enumerate(edges.items(), start=1):
+        parts += [_edge(name, boxes[a], boxes[b], why, bend) for a, b, why in drawn]
+    parts += [_node(box, texts[e], e in marked) for e, box in boxes.items()]
+    for k, line in enumerate(remarks):
+        y = height - 10 - 16 * (len(remarks) - 1 - k)
+        parts.append(f'<text x="{_LEFT}" y="{y:.0f}" fill="#c5221f">{escape(line)}</text>')
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Centre and width of a node."""
+
+    x: float
+    y: float
+    width: float
+
+
+def _width(text: str) -> float:
+    return max(len(text) * _CHARACTER + 14, 40)
+
+
+def _columns(g: Graph, picture: Picture, texts: Mapping[int, str]) -> list[float]:
+    """The centre of each thread's column, as wide as its widest event."""
+    out = []
+    left = float(_LEFT)
+    for t, thread in enumerate(g.program.threads):
+        mine = [texts[e] for e in picture.rows if g.events[e].thread == t]
+        wide = max(map(_width, [_heading(thread.name, thread.place), *mine]))
+        out.append(left + wide / 2)
+        left += wide + _GAP
+    return out
 
 
 def _arrowhead(name: str, colour: str) -> str:
@@ -265,7 +302,7 @@ def _arrowhead(name: str, colour: str) -> str:
 def _legend() -> list[str]:
     out = []
     for k, (name, colour) in enumerate(_COLOURS.items()):
-        at = _LEFT + 148 * k
+        at = _LEFT + 160 * k
         out.append(
             f'<line x1="{at}" y1="38" x2="{at + 22}" y2="38" stroke="{colour}" stroke-width="1.6" '
             f'marker-end="url(#arrow-{name})"/>'
@@ -274,28 +311,27 @@ def _legend() -> list[str]:
     return out
 
 
-def _node(cx: float, cy: float, text: str, marked: bool) -> str:
-    width = max(len(text) * _CHARACTER + 14, 40)
-    stroke = "#c5221f" if marked else "#5f6368"
+def _node(box: _Box, text: str, marked: bool) -> str:
     return (
-        f'<rect x="{cx - width / 2:.1f}" y="{cy - _BOX / 2:.1f}" width="{width:.1f}" height="{_BOX}" rx="5" '
-        f'fill="#f8f9fa" stroke="{stroke}" stroke-width="{2 if marked else 1}"/>'
-        f'<text x="{cx:.1f}" y="{cy + 4:.1f}" text-anchor="middle">{escape(text)}</text>'
+        f'<rect x="{box.x - box.width / 2:.1f}" y="{box.y - _BOX / 2:.1f}" width="{box.width:.1f}" height="{_BOX}" '
+        f'rx="5" fill="#f8f9fa" stroke="{"#c5221f" if marked else "#5f6368"}" stroke-width="{2 if marked else 1}"/>'
+        f'<text x="{box.x:.1f}" y="{box.y + 4:.1f}" text-anchor="middle">{escape(text)}</text>'
     )
 
 
-def _edge(name: str, a: tuple[float, float], b: tuple[float, float], why: str, bend: int) -> str:
-    """An arrow from the border of one box to that of another, bent so that relations do not hide each other."""
-    (x1, y1), (x2, y2) = a, b
-    down = y2 >= y1
-    y1, y2 = y1 + (_BOX / 2 if down else -_BOX / 2), y2 - (_BOX / 2 if down else -_BOX / 2)
-    side = 14 * bend * (1 if x2 >= x1 else -1)
-    if abs(x1 - x2) < 1 and bend:
-        side = 40 + 22 * bend
-    mx, my = (x1 + x2) / 2 + side, (y1 + y2) / 2
-    label = f"<title>{escape(why or _MEANING[name])}</title>"
+def _edge(name: str, a: _Box, b: _Box, why: str, bend: int) -> str:
+    """An arrow between two boxes: straight down within a thread, around its right side for other relations, and
+    bent differently for each relation between threads so that none hides another."""
+    if a.x == b.x and bend:
+        x1, y1, x2, y2 = a.x + a.width / 2, a.y, b.x + b.width / 2, b.y
+        mx, my = max(x1, x2) + 24 + 12 * bend, (y1 + y2) / 2
+    else:
+        down = b.y >= a.y
+        x1, y1 = a.x, a.y + (_BOX / 2 if down else -_BOX / 2)
+        x2, y2 = b.x, b.y - (_BOX / 2 if down else -_BOX / 2)
+        mx, my = (x1 + x2) / 2 + 14 * bend * (1 if x2 >= x1 else -1), (y1 + y2) / 2
     return (
         f'<path d="M{x1:.1f},{y1:.1f} Q{mx:.1f},{my:.1f} {x2:.1f},{y2:.1f}" fill="none" '
         f'stroke="{_COLOURS[name]}" stroke-width="{1 if name == "po" else 1.6}" '
-        f'marker-end="url(#arrow-{name})">{label}</path>'
+        f'marker-end="url(#arrow-{name})"><title>{escape(why or _MEANING[name])}</title></path>'
     )

@@ -1,0 +1,180 @@
+"""`k3-audit model`: what the PTX memory consistency model allows a small program to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..cli import EXIT
+from ..findings import Verdict, worst
+from . import litmus
+from .check import UNROLL, Engine, EnginesDisagree, Result, check, why_forbidden
+from .draw import Broken, svg, timeline
+from .execution import Execution
+from .litmus import condition_text
+from .program import ModelError, Program
+
+_SHOWN = 24  # outcomes on a terminal
+
+
+@click.command(short_help="What the PTX memory model allows a small program to do.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE.litmus...", type=click.Path(path_type=Path))
+@click.option(
+    "--format", "form", type=click.Choice(("terminal", "json")), default="terminal", show_default=True
+)
+@click.option("--svg", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the execution.")
+@click.option(
+    "--engine",
+    type=click.Choice(("auto", "enumerate", "solve", "both")),
+    default="auto",
+    show_default=True,
+    help="enumerate: one execution at a time. solve: as constraints, by z3. auto: enumerate, and solve "
+    "where that is too much. both: run the two and compare.",
+)
+@click.option(
+    "--unroll",
+    type=click.IntRange(0, 16),
+    default=UNROLL,
+    show_default=True,
+    help="Rounds of a loop that does more than poll.",
+)
+def model(files: tuple[Path, ...], form: str, picture: Path | None, engine: str, unroll: int) -> int:
+    """All outcomes that the PTX memory consistency model allows a small program (PTX ISA, chapter 8).
+
+    A witness is drawn as a timeline: an execution that satisfies the condition or, where none is allowed, the
+    nearest one and the axiom that it breaks. A note that begins with `allowed:` or `forbidden:` is the expectation.
+
+    \b
+    Examples:
+      k3-audit model tests/corpus/litmus/MP+fences.litmus
+      k3-audit model MP.litmus --svg MP.svg
+      k3-audit model tests/corpus/litmus/*.litmus --engine both
+    """
+    if picture is not None and len(files) > 1:
+        raise click.UsageError("--svg draws one program: give one file")
+    verdicts, documents = [], []
+    for file in files:
+        result = _check(file, engine, unroll)
+        verdicts.append(result.verdict)
+        shown, broken = _picture(result)
+        if picture is not None:
+            _draw(picture, shown, broken)
+        if form == "json":
+            documents.append(_document(file, result, shown, broken))
+        elif len(files) == 1:
+            click.echo(_report(result, shown, broken), nl=False)
+        else:
+            click.echo(f"{result.verdict!s:12} {_answer(result):10} {file}")
+    if form == "json":
+        click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
+    elif len(files) > 1:
+        click.echo(_summary(verdicts))
+    return EXIT[worst(verdicts)]
+
+
+def _check(file: Path, engine: str, unroll: int) -> Result:
+    try:
+        program = litmus.parse(file.read_text(encoding="utf-8"))
+        if engine != "both":
+            return check(program, Engine(engine), unroll)
+        first, second = check(program, Engine.ENUMERATE, unroll), check(program, Engine.SOLVE, unroll)
+    except (ModelError, UnicodeDecodeError) as e:
+        raise click.ClickException(f"{file}: {e}") from e
+    if first.outcomes != second.outcomes:
+        raise EnginesDisagree(f"{file}: the engines see different outcomes")
+    return first
+
+
+def _picture(result: Result) -> tuple[Execution | None, Broken]:
+    """What to draw: the witness, or the forbidden execution that comes nearest."""
+    if result.witness is not None:
+        return result.witness, {}
+    nearest = why_forbidden(result)
+    return (None, {}) if nearest is None else (nearest.execution, nearest.broken)
+
+
+def _draw(file: Path, shown: Execution | None, broken: Broken) -> None:
+    from k3_audit.artifact.atomic import write_atomic
+
+    if shown is None:
+        raise click.ClickException("there is no execution to draw: no values satisfy the condition")
+    write_atomic(file, svg(shown, broken))
+
+
+def _answer(result: Result) -> str:
+    return "allowed" if result.allowed else "forbidden"
+
+
+def _quantified(program: Program) -> str:
+    if program.condition is None:
+        return "no condition"
+    return f"{program.quantifier} ({condition_text(program.condition)})"
+
+
+def _report(result: Result, shown: Execution | None, broken: Broken) -> str:
+    program = result.program
+    lines = [f"{program.name}: {_quantified(program)}"]
+    if program.note:
+        lines.append(f"  {program.note}")
+    if program.condition is not None:
+        expected = {True: ", as expected", False: ", which is not what the note says"}
+        agrees = None if result.expected is None else result.allowed == result.expected
+        lines.append(
+            f"{_answer(result)}{expected.get(agrees, '') if agrees is not None else ''}: {result.verdict}"
+        )
+        lines.append(f"  the condition {'holds' if result.holds else 'does not hold'}")
+    lines.append(f"  bounds: {result.bounds}; engine: {result.engine}; {result.seconds:.2f} s")
+    if not result.completes:
+        lines.append("  no execution completes: some thread waits for what never comes")
+    lines.append(f"allowed outcomes: {len(result.outcomes)}")
+    lines += [f"  {o}" for o in result.outcomes[:_SHOWN]]
+    if len(result.outcomes) > _SHOWN:
+        lines.append(f"  ... and {len(result.outcomes) - _SHOWN} more (--format json lists all)")
+    for title, items in (("undefined", result.faults), ("data races in allowed executions", result.races)):
+        if items:
+            lines += [f"{title}:", *(f"  {item}" for item in items)]
+    if shown is None and program.condition is not None and not result.allowed:
+        lines.append("no choice of what the reads return, forbidden or not, ends like that")
+    if shown is not None:
+        lines.append("a forbidden execution:" if broken else "an execution:")
+        lines += [f"  {line}".rstrip() for line in timeline(shown, broken).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(verdicts: Sequence[Verdict]) -> str:
+    counts = {v: verdicts.count(v) for v in Verdict if v in verdicts}
+    return f"{len(verdicts)} programs: " + ", ".join(f"{n} {v}" for v, n in counts.items())
+
+
+def _document(file: Path, result: Result, shown: Execution | None, broken: Broken) -> dict[str, Any]:
+    program = result.program
+    return {
+        "file": str(file),
+        "program": program.name,
+        "note": program.note,
+        "quantifier": str(program.quantifier),
+        "condition": None if program.condition is None else condition_text(program.condition),
+        "answer": _answer(result),
+        "allowed": result.allowed,
+        "holds": result.holds,
+        "expected": {None: None, True: "allowed", False: "forbidden"}[result.expected],
+        "verdict": str(result.verdict),
+        "completes": result.completes,
+        "bounds": {
+            "threads": result.bounds.threads,
+            "events": result.bounds.events,
+            "unroll": result.bounds.unroll,
+            "truncated": list(result.bounds.truncated),
+        },
+        "engine": str(result.engine),
+        "seconds": round(result.seconds, 4),
+        "outcomes": [{str(k): v for k, v in o.values} for o in result.outcomes],
+        "races": result.races,
+        "undefined": result.faults,
+        "execution": None if shown is None else timeline(shown, broken),
+        "breaks": list(broken),
+    }
