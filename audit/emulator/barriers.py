@@ -206,15 +206,12 @@ class MBarriers:
                     "mbarrier", f"an mbarrier must lie in shared memory, not {pool.where(int(offset[0]))}"
                 )
             out[where] = offset
-        history = self.g.history
-        if history is not None and history.records:
-            stale = history.stale(self.g, self.g.lanes(sel), self.g.shared, out, 8)
-            if stale is not None and stale[1] is not None:
-                unseen = np.flatnonzero((stale[1] != mem.MBARRIER).any(axis=1))
-                if unseen.size:
-                    where_ = self.g.shared_place(int(out[unseen[0]]))
-                    text = f"the initialisation of the mbarrier at {where_} has not become visible to this thread"
-                    raise Fault("mbarrier", text, int(unseen[0]))
+        if self.g.history is not None:
+            unseen = self.g.history.unseen_mbarrier(self.g, self.g.lanes(sel), out)
+            if unseen is not None:
+                place = self.g.shared_place(int(out[unseen]))
+                text = f"the initialisation of the mbarrier at {place} has not become visible to this thread"
+                raise Fault("mbarrier", text, unseen)
         return out
 
     def init(self, sel: Selection, offsets: Array, counts: Array) -> None:

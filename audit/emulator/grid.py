@@ -393,11 +393,11 @@ class Grid:
     def _read(self, pool: Pool, sel: Selection, where: Any, offset: Array, width: int, n: int) -> Array:
         history = self.machine.history
         try:
-            if history is not None and history.records and pool is not self.local:
+            if history is not None and history.records.get(pool):
                 stale = history.stale(self, self.lanes(sel)[where], pool, offset, width * n)
                 if stale is not None:
                     data, shadow = stale
-                    if shadow is not None and (shadow != mem.WRITTEN).any():
+                    if (shadow != mem.WRITTEN).any():
                         lane = int(np.flatnonzero((shadow != mem.WRITTEN).any(axis=1))[0])
                         place = pool.where(int(offset[lane]))
                         raise Fault(
@@ -434,10 +434,14 @@ class Grid:
     def note(self, pool: Pool, sel: Selection, where: Any, offset: Array, size: int, **kind: bool) -> None:
         """Record a write that other CTAs may see late."""
         history = self.machine.history
-        private = pool is self.shared and self.cluster_size == 1 and not self.program.bulk_copies
-        if history is None or pool is self.local or private:
+        if history is None or pool is self.local:
             return
-        history.add(self, self.lanes(sel)[where], pool, offset, size, **kind)
+        lanes = self.lanes(sel)[where]
+        if pool is self.shared and not kind and not self.program.shared_is_read_elsewhere:
+            away = self.slot[lanes] != offset // self.shared_stride
+            lanes, offset = lanes[away], offset[away]
+        if lanes.size:
+            history.add(self, lanes, pool, offset, size, **kind)
 
     def release_storage(self) -> None:
         """Free what a completed launch no longer needs."""

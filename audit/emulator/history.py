@@ -22,13 +22,13 @@ only with a proxy fence: by its writer after the write, or by the thread that is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .memory import Pool
+from .memory import MBARRIER, WRITTEN, Pool
 from .values import Array
 
 if TYPE_CHECKING:
@@ -36,17 +36,19 @@ if TYPE_CHECKING:
 
 WIDE = ("gpu", "sys")
 NEVER = -1
+LONGEST = 5  # no write stays unseen for longer than this many mean delays
 
 
 @dataclass(eq=False)
 class Record:
-    """One store instruction: byte offsets (ascending) in `pool`, who wrote each, and what stood there.
+    """One store instruction: byte offsets (ascending), who wrote each, and what stood there.
 
-    `released` marks bytes that are published to the cluster whatever their writer does later: those of st.async,
-    whose complete-tx is a release at cluster scope, and mbarrier objects after fence.mbarrier_init.
+    `released` marks bytes that are published to the cluster whatever their writer does later: those of
+    st.async, whose complete-tx is a release at cluster scope, and mbarrier objects after fence.mbarrier_init.
+    `proxied` marks bytes whose writer has executed a proxy fence since. `reveal` is the time when the write
+    becomes visible to a reader's (grid, CTA slot) at the latest.
     """
 
-    pool: Pool
     grid: Grid
     time: int
     offsets: Array
@@ -54,9 +56,18 @@ class Record:
     old: Array
     old_shadow: Array | None
     released: Array
-    proxied: Array  # a proxy fence by the writer has followed
-    mbarrier: bool
-    reveal: dict[tuple[int, int], int]  # (grid, CTA slot) of a reader -> time
+    proxied: Array
+    reveal: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.first, self.last = int(self.offsets[0]), int(self.offsets[-1])
+
+    def forget(self, gone: Array) -> None:
+        """Drop the bytes where `gone`."""
+        for name in ("offsets", "lanes", "old", "old_shadow", "released", "proxied"):
+            values = getattr(self, name)
+            if values is not None:
+                setattr(self, name, values[~gone])
 
 
 class History:
@@ -66,7 +77,8 @@ class History:
         self.rng = rng
         self.now = now
         self.delay = delay
-        self.records: list[Record] = []
+        self.records: dict[Pool, list[Record]] = {}
+        self.mbarriers: list[Record] = []  # initialisations, in the pool of shared memory
         self.stale_reads = 0
 
     def add(
@@ -76,34 +88,56 @@ class History:
         pool: Pool,
         offset: Array,
         size: int,
+        *,
         released: bool = False,
         mbarrier: bool = False,
     ) -> None:
         """Note a write of `size` bytes at each offset that is about to happen."""
-        bytes_ = (offset[:, None] + np.arange(size)).ravel()
-        order = np.argsort(bytes_, kind="stable")
-        bytes_ = bytes_[order]
-        shadow = None if pool.shadow is None else pool.shadow[bytes_].copy()
-        who = np.repeat(lanes, size)[order]
-        old, done = pool.data[bytes_].copy(), np.full(bytes_.size, released)
-        proxied = np.zeros(bytes_.size, bool)
-        self.records.append(
-            Record(pool, g, self.now(), bytes_, who, old, shadow, done, proxied, mbarrier, {})
+        at = (offset[:, None] + np.arange(size)).ravel()
+        order = np.argsort(at, kind="stable")
+        at = at[order]
+        record = Record(
+            g,
+            self.now(),
+            at,
+            np.repeat(lanes, size)[order],
+            pool.data[at].copy(),
+            None if pool.shadow is None else pool.shadow[at].copy(),
+            np.full(at.size, released),
+            np.zeros(at.size, bool),
         )
+        (self.mbarriers if mbarrier else self.records.setdefault(pool, [])).append(record)
+
+    # -- reading ----------------------------------------------------------------------------------------
 
     def stale(
         self, g: Grid, lanes: Array, pool: Pool, offset: Array, size: int
     ) -> tuple[Array, Array] | None:
-        """What a read sees where that is not the newest: (bytes [lanes, size], shadow or None), else None."""
+        """What a read sees where that is not the newest: (bytes, shadow), both [lanes, size]; else None."""
+        found = self._look(self.records.get(pool, ()), g, lanes, pool, offset, size)
+        self.stale_reads += found is not None
+        return found
+
+    def unseen_mbarrier(self, g: Grid, lanes: Array, offset: Array) -> int | None:
+        """Position of a lane that may not have seen the initialisation of the mbarrier at its offset."""
+        found = self._look(self.mbarriers, g, lanes, g.shared, offset, 8)
+        if found is None:
+            return None
+        return int(np.flatnonzero((found[1] != MBARRIER).any(axis=1))[0])
+
+    def _look(
+        self, records: Sequence[Record], g: Grid, lanes: Array, pool: Pool, offset: Array, size: int
+    ) -> tuple[Array, Array] | None:
+        if not records:
+            return None
         low, high = int(offset.min()), int(offset.max()) + size
         now = self.now()
-        data: Array | None = None
-        shadow: Array | None = None
-        settled = np.zeros((lanes.size, size), bool)  # the newest write that this lane sees has been found
-        for record in reversed(self.records):
-            if record.pool is not pool or record.offsets[-1] < low or record.offsets[0] >= high:
+        wanted = offset[:, None] + np.arange(size)
+        settled = np.zeros(wanted.shape, bool)  # the newest write that this lane sees has been found
+        found: tuple[Array, Array] | None = None
+        for record in reversed(records):
+            if record.last < low or record.first >= high:
                 continue
-            wanted = offset[:, None] + np.arange(size)
             # With two writers of one byte in one instruction the later lane's bytes stand in memory.
             at = np.searchsorted(record.offsets, wanted, side="right") - 1
             hit = (at >= 0) & (record.offsets[at] == wanted) & ~settled
@@ -112,16 +146,13 @@ class History:
             hidden = hit & self._hidden(record, g, lanes, record.lanes[at], record.released[at], now)
             settled |= hit & ~hidden
             if hidden.any():
-                if data is None:
-                    data = pool.data[wanted].copy()
-                    shadow = None if pool.shadow is None else pool.shadow[wanted].copy()
-                data[hidden] = record.old[at[hidden]]
-                if shadow is not None and record.old_shadow is not None:
-                    shadow[hidden] = record.old_shadow[at[hidden]]
-        if data is None:
-            return None
-        self.stale_reads += 1
-        return data, shadow
+                if found is None:
+                    written = np.full(wanted.shape, WRITTEN, np.uint8)
+                    found = pool.data[wanted], written if pool.shadow is None else pool.shadow[wanted]
+                found[0][hidden] = record.old[at[hidden]]
+                if record.old_shadow is not None:
+                    found[1][hidden] = record.old_shadow[at[hidden]]
+        return found
 
     def _hidden(
         self, record: Record, g: Grid, readers: Array, writers: Array, released: Array, now: int
@@ -129,22 +160,22 @@ class History:
         """Shape of `writers`, [lanes, size]: may this read miss this write?"""
         w, t = record.grid, record.time
         slot = g.slot[readers]
-        unrevealed = np.zeros(readers.size, bool)
-        for s in np.unique(slot).tolist():
-            unrevealed[slot == s] = now < self._reveal(record, g.index, s)
-        same_cta = np.zeros(writers.shape, bool)
-        bound = (w.published["gpu"][writers] > t) & (g.seen["gpu"][readers] >= t)[:, None]
+        late = {s: now < self._reveal(record, g.index, s) for s in np.unique(slot).tolist()}
+        if not any(late.values()):
+            return np.zeros(writers.shape, bool)
+        unrevealed = np.array([late[s] for s in slot.tolist()])
+        visible = (w.published["gpu"][writers] > t) & (g.seen["gpu"][readers] >= t)[:, None]
         if w is g:
-            same_cta = g.slot[writers] == slot[:, None]
+            visible |= g.slot[writers] == slot[:, None]
             near = g.base[writers] == g.base[readers][:, None]
             published = released | (w.published["cluster"][writers] > t)
-            bound |= near & published & (g.seen["cluster"][readers] >= t)[:, None]
-        return unrevealed[:, None] & ~same_cta & ~bound
+            visible |= near & published & (g.seen["cluster"][readers] >= t)[:, None]
+        return unrevealed[:, None] & ~visible
 
     def _reveal(self, record: Record, grid: int, slot: int) -> int:
         key = (grid, slot)
         if key not in record.reveal:
-            record.reveal[key] = record.time + int(self.rng.exponential(self.delay))
+            record.reveal[key] = record.time + int(min(self.rng.exponential(), LONGEST) * self.delay)
         return record.reveal[key]
 
     def stale_copy(
@@ -152,57 +183,54 @@ class History:
     ) -> tuple[Array, Array, Array] | None:
         """What a bulk copy that `lane` issues now may find in its source instead of the newest bytes:
         (positions, bytes, shadow). Each write without a proxy fence is missed or seen as a whole, by chance."""
-        data, shadow = pool.data[start : start + size].copy(), np.ones(size, np.uint8)
+        data, shadow = np.zeros(size, np.uint8), np.full(size, WRITTEN, np.uint8)
         changed, settled = np.zeros(size, bool), np.zeros(size, bool)
-        for record in reversed(self.records):
-            if record.pool is not pool or record.grid.complete:
-                continue
+        for record in reversed(self.records.get(pool, ())):
             first, last = np.searchsorted(record.offsets, (start, start + size))
             if first == last:
                 continue
             at = record.offsets[first:last] - start
-            if g.proxy_fenced[lane] > record.time or self.rng.random() < 0.5:
-                settled[at] = True
-                continue
-            missed = ~record.proxied[first:last] & ~settled[at]
+            bound = record.grid.complete or g.proxy_fenced[lane] > record.time or self.rng.random() < 0.5
+            fenced = record.proxied[first:last] | bound
+            missed = ~fenced & ~settled[at]
             data[at[missed]] = record.old[first:last][missed]
             if record.old_shadow is not None:
                 shadow[at[missed]] = record.old_shadow[first:last][missed]
             changed[at[missed]] = True
-            settled[at[record.proxied[first:last]]] = True
+            settled[at[fenced]] = True
         where = np.flatnonzero(changed)
         return (where, data[where], shadow[where]) if where.size else None
 
+    # -- the end of records -----------------------------------------------------------------------------
+
     def overwritten(self, pool: Pool, offsets: Array) -> None:
         """An asynchronous copy has written these bytes: no older write there is of interest any more."""
-        for record in self.records:
-            if record.pool is pool and (gone := np.isin(record.offsets, offsets)).any():
-                for name in ("offsets", "lanes", "old", "released", "proxied"):
-                    setattr(record, name, getattr(record, name)[~gone])
-                if record.old_shadow is not None:
-                    record.old_shadow = record.old_shadow[~gone]
-        self.records = [r for r in self.records if r.offsets.size]
+        records = self.records.get(pool, [])
+        for record in records:
+            record.forget(np.isin(record.offsets, offsets))
+        self.records[pool] = [r for r in records if r.offsets.size]
 
     def reveal_all(self) -> bool:
         """Make every write seen. True when there was one to reveal."""
-        some = bool(self.records)
+        some = bool(self.mbarriers) or any(self.records.values())
         self.records.clear()
+        self.mbarriers.clear()
         return some
 
     def prune(self) -> None:
-        """Drop records that are older than any delay that matters."""
-        horizon = self.now() - 20 * self.delay
-        if self.records and self.records[0].time < horizon:
-            self.records = [r for r in self.records if r.time >= horizon]
+        """Drop records that everybody has seen."""
+        horizon = self.now() - LONGEST * self.delay
+        for records in (self.mbarriers, *self.records.values()):
+            if records and records[0].time < horizon:
+                records[:] = [r for r in records if r.time >= horizon]
 
     # -- ordering ---------------------------------------------------------------------------------------
 
     def release(self, g: Grid, lanes: Array, scope: str) -> None:
         """A release or fence by `lanes`: what they and their synchronised neighbours wrote is published."""
         now = self.now() + 1
-        slots = np.unique(g.slot[lanes])
         if scope != "cta":
-            mates = np.flatnonzero(np.isin(g.slot, slots))
+            mates = np.flatnonzero(np.isin(g.slot, np.unique(g.slot[lanes])))
             for level in ("cluster", "gpu") if scope in WIDE else ("cluster",):
                 mark = g.published[level]
                 mark[mates] = np.maximum(mark[mates], g.pooled[mates])
@@ -214,31 +242,32 @@ class History:
         g.pooled[lanes] = now
 
     def release_mbarriers(self, g: Grid, lanes: Array) -> None:
-        """fence.mbarrier_init.release.cluster by `lanes`: their initialisations, and nothing else, are published."""
-        for record in self.records:
-            if record.mbarrier and record.grid is g:
+        """fence.mbarrier_init.release.cluster by `lanes`: their initialisations alone are published."""
+        for record in self.mbarriers:
+            if record.grid is g:
                 record.released |= np.isin(record.lanes, lanes)
 
     def fence_proxy(self, g: Grid, lanes: Array, pools: tuple[str, ...]) -> None:
         """fence.proxy.async by `lanes`, for the named pools ("shared", "global")."""
         g.proxy_fenced[lanes] = self.now() + 1
-        for record in self.records:
-            if record.grid is g and ("shared" if record.pool is g.shared else "global") in pools:
-                record.proxied |= np.isin(record.lanes, lanes)
+        for pool, records in self.records.items():
+            if ("shared" if pool is g.shared else "global") in pools:
+                for record in records:
+                    if record.grid is g:
+                        record.proxied |= np.isin(record.lanes, lanes)
 
     def acquire(self, g: Grid, lanes: Array, scope: str) -> None:
         """An acquire or fence by `lanes`: they see what had been published before."""
         now = self.now()
         key = g.slot if scope == "cta" else g.base
-        mates = np.flatnonzero(np.isin(key, np.unique(key[lanes])))
         for level in ("cluster", "gpu"):
             seen = g.seen[level]
             if scope in WIDE or (scope == "cluster" and level == "cluster"):
                 seen[lanes] = now
-                continue
-            best = np.full(int(key.max()) + 1, NEVER)
-            np.maximum.at(best, key[mates], seen[mates])
-            seen[lanes] = np.maximum(seen[lanes], best[key[lanes]])
+            else:  # what a neighbour has seen, and nothing newer
+                best = np.full(g.slots, NEVER)
+                np.maximum.at(best, key, seen)
+                seen[lanes] = np.maximum(seen[lanes], best[key[lanes]])
 
     def finish(self, g: Grid) -> None:
         """A grid has completed: all that it wrote is published."""

@@ -373,7 +373,7 @@ class Program:
         self.params: dict[str, int] = {}
         self.param_size = self._layout_params()
         self.globals = {n: v for n, v in module.variables.items() if v.space in ("global", "const")}
-        self.bulk_copies = any(i.opcode == "cp" and "bulk" in i.mods for i in self.instructions)
+        self.shared_is_read_elsewhere = any(_reads_shared_elsewhere(i) for i in self.instructions)
         self._decode()
 
     def _registers(self, f: Function) -> None:
@@ -507,6 +507,14 @@ def _guarded(step: Step, guard: Reader, negated: bool, pc: int) -> Step:
         return STOP
 
     return run
+
+
+def _reads_shared_elsewhere(ins: Instruction) -> bool:
+    """Whether an instruction may read shared memory from another CTA, or through the async proxy."""
+    spaces = [m for m in ins.mods if m.split("::")[0] in ("global", "shared", "local", "param", "const")]
+    if ins.opcode in ("ld", "atom"):
+        return not spaces or "shared::cluster" in spaces
+    return ins.opcode == "cp" and "bulk" in ins.mods and any("shared" in m for m in spaces[1:2])
 
 
 def _reachable(module: Module, entry: Function) -> list[Function]:
