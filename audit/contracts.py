@@ -154,6 +154,7 @@ def apply(report: KernelReport, promise: Promise) -> KernelReport:
             report.name,
             f"{promise.file}: {question}, and the verdict may depend on it",
             (Site(0, question.where, "contract", promise.file),),
+            missing=f"a decision on {question.where}",
             settle=f"decide it in {promise.file} and write it there without the question mark",
         )
         for question in promise.questions
