@@ -13,7 +13,6 @@ make a rule inconclusive.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +25,8 @@ from .ir import Imm
 from .provenance import Address, Affine, Provenance, may_overlap
 from .threads import Executors, Threads
 
+# The most shared memory that a CTA has on any architecture so far; a wider range says nothing.
+_SHARED_BYTES = 228 * 1024
 QUIET = frozenset({Kind.COMPUTE, Kind.WARP, Kind.BRANCH, Kind.PREFETCH, Kind.EXIT})
 PRIVATE = frozenset({"local", "param", "const"})
 
@@ -230,7 +231,7 @@ class Order:
         bounded offset, and the bytes that it is sure to touch meet. Two CTAs' copies of one object count as one."""
         one, two = self.address(i, a), self.address(j, b)
         for x in (one, two):
-            if len(x.parts) != 1 or not x.known or not all(map(math.isfinite, x.parts[0][1])):
+            if len(x.parts) != 1 or not x.known or not x.parts[0][1][1] - x.parts[0][1][0] <= _SHARED_BYTES:
                 return False
         width_a = bytes_of(self.body[i], a) or 1
         width_b = bytes_of(self.body[j], b) or 1

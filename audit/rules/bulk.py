@@ -31,32 +31,37 @@ def is_wait(s: Subject, i: int, also_read: bool) -> bool:
 
 
 def _allowed(s: Subject, wait: int) -> int:
-    """N of `wait_group N`: how many later groups may still be outstanding."""
+    """N of `wait_group N`: how many later groups may still be outstanding. `wait_all` waits for what has no group."""
+    if s.effects[wait].op == "wait_all":
+        return -1
     number = s.body[wait].operands[0] if s.body[wait].operands else None
     return number.value if isinstance(number, Imm) and isinstance(number.value, int) else 0
 
 
 class Outstanding:
-    """Where one bulk store may not be complete yet.
+    """Where one operation that completes by group may not be complete yet.
 
-    `came` holds the nodes that are reached from the store before a wait that covers its group, each with the node
-    before; `waits` the covering waits. A wait for all but N groups covers the store when more than N commits lie
-    between. With `own` only paths of the issuing thread are followed.
+    `came` holds the nodes that are reached from the operation before a wait that covers its group, each with the
+    node before; `waits` the covering waits. A wait for all but N groups covers it when more than N commits lie
+    between. With `own` only paths of the issuing thread are followed. Bulk operations and `cp.async` have groups of
+    their own kinds; `also_read` lets a wait for the source of a bulk operation count.
     """
 
-    def __init__(self, s: Subject, store: int, also_read: bool, own: bool) -> None:
+    def __init__(self, s: Subject, operation: int, also_read: bool, own: bool) -> None:
         self.came: dict[int, int] = {}
         self.waits: list[int] = []
-        enter = s.order.as_thread_of(store)
-        seen = {(store, 0)}
-        stack = [(store, 0)]
+        kind = Kind.ASYNC_GROUP if s.effects[operation].kind is Kind.ASYNC_COPY else Kind.BULK_GROUP
+        enter = s.order.as_thread_of(operation)
+        seen = {(operation, 0)}
+        stack = [(operation, 0)]
         for node, commits in stack:
-            if node != store and node < len(s.body):
-                e = s.effects[node]
-                if is_wait(s, node, also_read) and commits > _allowed(s, node):
+            if node != operation and node < len(s.body) and s.effects[node].kind is kind:
+                op = s.effects[node].op
+                waits = op in ("wait", "wait_all") or (also_read and op == "wait_read")
+                if waits and commits > _allowed(s, node):
                     self.waits.append(node)
                     continue
-                if e.kind is Kind.BULK_GROUP and e.op == "commit":
+                if op == "commit":
                     commits = min(commits + 1, _DEEPEST)
             for n in s.order.successors.get(node, ()):
                 if n > s.order.exit or (n, commits) in seen or s.order.is_sync_edge(node, n):

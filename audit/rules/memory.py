@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..ptx.effects import Access, Effect, Kind
+from ..ptx.effects import Access, Effect, Kind, defined, used
+from ..ptx.provenance import may_overlap
 from ..subject import Subject
 
 SHARED = ("shared::cta", "shared::cluster")
@@ -66,3 +67,45 @@ def groups(s: Subject, accesses: Iterator[tuple[int, Access]]) -> list[list[tupl
 def narrow(scope: str, needed: str) -> bool:
     """`scope` does not include everything that `needed` includes."""
     return RANK[scope] < RANK[needed]
+
+
+def waits_on(s: Subject, i: int, own: Access) -> list[int]:
+    """mbarrier waits for the object that access `own` of instruction `i` arrives at, whose result is looked at."""
+    target = s.address(i, own)
+    return [
+        w
+        for w in s.find(Kind.MBARRIER)
+        if s.order.is_wait(w)
+        and may_overlap(target, 8, s.address(w, s.effects[w].accesses[0]), 8, same_cta=False)
+        and looked_at(s, w)
+    ]
+
+
+def looked_at(s: Subject, i: int) -> bool:
+    """The result of a wait or a load decides some branch."""
+    values = deciding(s)
+    return any(s.ssa.written(i, r) in values for r in defined(s.body[i]))
+
+
+def deciding(s: Subject) -> set[int]:
+    """All values on which some branch depends, directly or through computation. Made once per subject."""
+    found: set[int] | None = s.__dict__.get("_deciding")
+    if found is None:
+        found = set()
+        work = []
+        for b in s.cfg.reachable - {s.cfg.exit}:
+            last = s.cfg.terminator(b)
+            if last is not None and last.pred is not None:
+                work.append(s.ssa.read(last.index, last.pred[0]))
+        registers = s.function.registers
+        while work:
+            v = work.pop()
+            if v in found:
+                continue
+            found.add(v)
+            value = s.ssa.values[v]
+            work.extend(i for _, i in value.inputs)
+            if value.index >= 0:
+                work.extend(s.ssa.read(value.index, r) for r in used(s.body[value.index]) if r in registers)
+        s.__dict__["_deciding"] = found
+    return found

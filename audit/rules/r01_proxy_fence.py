@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..findings import Finding, Severity, Verdict
 from ..ptx.effects import Access, Kind
+from ..ptx.threads import Executors
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
 from .memory import async_shared_reads, fences_async, generic_shared, groups
@@ -18,54 +19,87 @@ def check(s: Subject) -> Iterator[Finding]:
     writes = list(generic_shared(s, writes=True))
     if not writes:
         return
-    fenced = {i for i in s.order.events if fences_async(s.effects[i])}
     reported: set[int] = set()
     doubtful: list[Finding] = []
     for group in groups(s, async_shared_reads(s)):
         index, access = group[0]
-        overlapping = [
-            (w, b) for w, b in writes if w not in reported and s.order.overlap(index, access, w, b)
-        ]
-        if not overlapping:
-            continue
-        readers = [i for i, _ in group]
-        came = s.order.search(readers, stop=fenced.__contains__, backward=True)
-        copied = _before_completion(s, readers, fenced) if any(b.asynchronous for _, b in overlapping) else {}
-        for w, b in overlapping:
-            through = copied if b.asynchronous else came
-            if w in through and w not in fenced:
-                reported.add(w)
-                route = s.order.trace(through, w, readers)[::-1]
-                finding = _finding(s, w, b, index, access, route)
-                if finding.verdict is Verdict.FINDING:
-                    yield finding
-                else:
-                    doubtful.append(finding)
-    if doubtful:
-        more = f" ({len(doubtful)} writes)" if len(doubtful) > 1 else ""
-        yield replace(doubtful[0], message=doubtful[0].message + more)
+        classes: dict[tuple[Executors, bool], list[tuple[int, Access]]] = {}
+        for w, b in writes:
+            if w not in reported and s.order.overlap(index, access, w, b):
+                classes.setdefault((s.executors(w), b.asynchronous), []).append((w, b))
+        for (who, copies), members in classes.items():
+            readers = [i for i, _ in group]
+            came = _unfenced(s, readers, who, copies)
+            late = {} if who.one_thread else _unfenced(s, readers, who, copies, issuer_counts=False)
+            for w, b in members:
+                if w in came:
+                    reported.add(w)
+                    finding = _finding(s, w, b, index, access, s.order.trace(came, w, readers)[::-1])
+                    if finding.verdict is Verdict.FINDING:
+                        yield finding
+                    else:
+                        doubtful.append(finding)
+                elif w in late:
+                    reported.add(w)
+                    doubtful.append(_late(s, w, index))
+    for severity in (Severity.ERROR, Severity.NOTE):
+        alike = [f for f in doubtful if f.severity is severity]
+        if alike:
+            more = f" ({len(alike)} writes)" if len(alike) > 1 else ""
+            yield replace(alike[0], message=alike[0].message + more)
 
 
-def _before_completion(s: Subject, readers: list[int], fenced: set[int]) -> dict[int, int]:
-    """Nodes from which a reader is reached with no fence that comes after the completion of earlier `cp.async`.
+def _unfenced(
+    s: Subject, readers: list[int], writer: Executors, copies: bool, issuer_counts: bool = True
+) -> dict[int, int]:
+    """Nodes from which a reader is reached with no fence on the way, by a search backward from the readers.
 
-    Copies are in shared memory only once their group, or the mbarrier that they arrive at, has been waited for: a
-    fence before that covers nothing of them. So, going backward, a fence settles a path only when a completion
-    lies before it.
+    Back to the first synchronisation the path is the issuing thread's, before that the writer's. A predicated fence
+    counts if it surely is executed by that thread; `issuer_counts` False ignores fences by the issuer after the
+    synchronisation. `copies` looks for `cp.async`: they are in shared memory only once their group, or the mbarrier
+    that they arrive at, has been waited for, so a fence settles a path only when such a completion lies before it.
     """
+    issuer = s.executors(readers[0])
     came: dict[int, int] = {}
-    seen = {(r, False) for r in readers}
-    queue = [(r, False) for r in readers]
-    for node, after_fence in queue:
+    start = [(r, True, False) for r in readers]
+    seen, queue = set(start), list(start)
+    for node, own, after_fence in queue:
         for n in s.order.predecessors.get(node, ()):
+            here = own and n < s.order.exit and not s.order.is_sync_edge(n, node)
             if after_fence and _completes_copies(s, n):
                 continue
-            state = (n, after_fence or n in fenced)
+            fence = (
+                n < len(s.body) and fences_async(s.effects[n]) and _executes(s, n, issuer if here else writer)
+            )
+            fence = fence and (issuer_counts or not here)
+            if fence and not copies:
+                came.setdefault(n, node)
+                continue
+            if here and n < len(s.body) and s.order.syncs(n):
+                here = False
+            state = (n, here, after_fence or fence)
             if state not in seen:
                 seen.add(state)
                 came.setdefault(n, node)
                 queue.append(state)
     return came
+
+
+def _executes(s: Subject, fence: int, who: Executors) -> bool:
+    """A thread of `who` whose path leads over the fence executes it."""
+    return s.body[fence].pred is None or s.executors(fence).includes(who)
+
+
+def _late(s: Subject, w: int, r: int) -> Finding:
+    return s.finding(
+        "R01",
+        Severity.NOTE,
+        f"shared memory written by {s.executors(w)} reaches an asynchronous read with a proxy fence only in the "
+        "issuing thread, after the barrier; the ISA does not say that this covers the other threads' writes",
+        [s.site(w, "generic write"), s.site(r, _READER[s.effects[r].kind])],
+        missing="fence.proxy.async in every writing thread",
+        fix=f"put the fence after line {s.body[w].line}, before the barrier",
+    )
 
 
 def _completes_copies(s: Subject, i: int) -> bool:
