@@ -203,7 +203,7 @@ def _weaken_order(code: Code, n: int, u: Unit) -> Iterator[Edit]:
             yield _replace(u, code, statement, f"{u.name} only arrives")
         return
     if e.kind is Kind.MBARRIER and e.op != "init" and e.sem in _WEAKER:
-        if is_poll(e) and not code.guards(u):
+        if (is_poll(e) and not code.guards(u)) or _tensor_fenced(code, n, u):
             return
         if e.op == "arrive_expect_tx" and not any(is_plain(x) for _, x in code.preceding(n)):
             return  # it announces bytes to come, and nothing that the thread has done
@@ -222,6 +222,18 @@ def _weaken_order(code: Code, n: int, u: Unit) -> Iterator[Edit]:
     if strong and e.kind in (Kind.LOAD, Kind.STORE) and not e.op:
         new = [m for m in mods if m not in (strong, "sys", "gpu", "cluster", "cta")]
         yield _rename(u, code, ".".join([ins.opcode, *new]), f"{u.name}: .{strong} becomes weak")
+
+
+def _tensor_fenced(code: Code, n: int, u: Unit) -> bool:
+    """A tcgen05 fence stands beside the arrival or wait: for tensor memory it orders with relaxed ones too (PTX ISA,
+    "tcgen05 Memory Consistency Model")."""
+    near, name = (
+        (code.following(n), "after_thread_sync")
+        if is_poll(u.effect)
+        else (code.preceding(n), "before_thread_sync")
+    )
+    beside = next((x for _, x in near if x.effect.kind is not Kind.COMPUTE), None)
+    return beside is not None and beside.effect.op == name
 
 
 @_operator("wrong-space", "a proxy fence covers another state space")
@@ -288,8 +300,11 @@ def _operand(
 def _delay_wait(code: Code, n: int, u: Unit) -> Iterator[Edit]:
     if not is_wait(u):
         return
+    # An mbarrier is completed from elsewhere too; a barrier hands over what was done before it.
+    anywhere = u.effect.kind is Kind.MBARRIER
+    earlier = range(len(code.effects)) if anywhere else code.cfg.before([u.first])
     for k, other in code.following(n):
-        if _guarded(code, n, u, other) and (not is_plain(other) or code.conflicts(other)):
+        if _guarded(code, n, u, other) and (not is_plain(other) or code.conflicts(other, earlier)):
             changes = code.below(n, k)
             if changes:
                 yield Edit((u, other), f"{u.name} moved below {other.name}", changes)
@@ -301,7 +316,7 @@ def _early_signal(code: Code, n: int, u: Unit) -> Iterator[Edit]:
     if not is_signal(u):
         return
     for k, other in code.preceding(n):
-        if is_plain(other) and _announced(u, other) and code.conflicts(other):
+        if is_plain(other) and _announced(u, other) and code.conflicts(other, code.cfg.after([u.last])):
             changes = code.below(k, n)
             if changes:
                 yield Edit((other, u), f"{u.name} moved above {other.name}", changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -284,20 +284,24 @@ class Code:
         after = self.cfg.after([unit.last])
         return any(i < unit.first or i > unit.last for i in after if touches_memory(self.effects[i]))
 
-    def conflicts(self, unit: Unit) -> bool:
-        """Another access of the kernel may touch the same bytes, one of the two writing. Global memory is
-        always taken to have other readers."""
-        if not self.whole or any(a.space in ("global", "generic", "multimem", "tmem") for a in data(unit)):
+    def conflicts(self, unit: Unit, others: Iterable[int]) -> bool:
+        """One of `others` may touch the same bytes, one of the two writing. Global memory is always taken to have
+        readers and writers elsewhere; without analyses of this function everything conflicts."""
+        if not self.whole or any(a.space in ("global", "generic", "multimem") for a in data(unit)):
             return True
         i = unit.instruction.index
-        for j, e in enumerate(self.effects):
-            for a in e.accesses if j != i else ():
-                if a.role != "data" or a.space.split("::")[0] != "shared":
-                    continue
+        for j in others:
+            for a in self.effects[j].accesses:
                 for own in data(unit):
-                    if (own.writes or a.writes) and self.subject.order.overlap(i, own, j, a):
+                    if i == j or a.role != "data" or not (own.writes or a.writes):
+                        continue
+                    if own.space == a.space == "tmem" or self._overlap(i, own, j, a):
                         return True
         return False
+
+    def _overlap(self, i: int, a: Access, j: int, b: Access) -> bool:
+        shared = all(x.space.split("::")[0] == "shared" for x in (a, b))
+        return shared and self.subject.order.overlap(i, a, j, b)
 
     @cached_property
     def results(self) -> set[str]:
