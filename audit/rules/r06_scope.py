@@ -18,6 +18,7 @@ _STRONG = frozenset({"relaxed", "acquire", "release", "acq_rel", "volatile", "mm
 
 def check(s: Subject) -> Iterator[Finding]:
     yield from _remote_arrivals(s)
+    yield from _relaxed(s)
     yield from _narrow_waits(s)
     yield from _strong_accesses(s)
     yield from _cluster_handoffs(s)
@@ -63,6 +64,45 @@ def _remote_arrivals(s: Subject) -> Iterator[Finding]:
                     fix="use mbarrier.arrive.release.cluster, or fence.acq_rel.cluster before the relaxed arrival",
                     path=s.order.trace(came, max(before), [i])[::-1],
                 )
+
+
+def _relaxed(s: Subject) -> Iterator[Finding]:
+    """A relaxed wait or arrival of this CTA needs a fence of its own."""
+    for i in s.find(Kind.MBARRIER):
+        e = s.effects[i]
+        if e.sem != "relaxed" or "tx" in e.op or peer(s, i, e.accesses[0]):
+            continue
+        waits = s.order.is_wait(i)
+        fences = {
+            f for f in s.find(Kind.FENCE) if (s.effects[f].acquires if waits else s.effects[f].releases)
+        }
+        stops = (fences | {j for j in s.order.events if s.order.syncs(j)}) - {i}
+        came = s.order.search([i], stop=stops.__contains__, backward=not waits, sync=False)
+        data = sorted(
+            j for j in came if j < len(s.body) and j not in fences and _shared_data(s, j, reads=waits)
+        )
+        if data:
+            j = data[0] if waits else data[-1]
+            side, fence = ("acquire", "after") if waits else ("release", "before")
+            yield s.finding(
+                "R06",
+                Severity.ERROR,
+                f"{s.body[i].name} is relaxed and orders nothing, and no {side} fence comes {fence} it: the data at "
+                f"line {s.body[j].line} is not part of the handoff",
+                [s.site(i, "mbarrier"), s.site(j, "data")],
+                missing=f"{side} at the mbarrier, or a fence {fence} it",
+                fix=f"use .{side} (the default), or fence.{side} {fence} line {s.body[i].line}",
+                path=s.order.trace(came, j, [i]),
+            )
+            return
+
+
+def _shared_data(s: Subject, i: int, reads: bool) -> bool:
+    return any(
+        a.role == "data" and not a.asynchronous and (a.reads if reads else a.writes)
+        and a.space in ("shared::cta", "shared::cluster", "generic", "global")
+        for a in s.effects[i].accesses
+    )  # fmt: skip
 
 
 def _plain_data(s: Subject, i: int) -> bool:
@@ -368,6 +408,7 @@ RULE = Rule(
         Mutation("narrow arrive", "arrive.release.cluster", "arrive.release.cta"),
         Mutation("narrow wait", "acquire.cluster", "acquire.cta"),
         Mutation("relaxed arrive", "arrive.release.cluster", "arrive.relaxed.cluster"),
+        Mutation("relaxed wait", "try_wait.parity.acquire.cluster", "try_wait.parity.relaxed.cluster"),
         Mutation(
             "strong store at .cta",
             "    st.shared::cluster.b32 [%r6], %r4;\n",

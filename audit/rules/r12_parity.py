@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..findings import Finding, Severity
 from ..ptx.cfg import Loop
 from ..ptx.effects import Kind
+from ..ptx.order import must_equal
 from ..ptx.provenance import Affine, may_overlap
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
@@ -17,6 +18,55 @@ _STARTS = (0, 1, 2, 3)  # first values that are tried where the text does not te
 
 
 def check(s: Subject) -> Iterator[Finding]:
+    yield from _repeated(s)
+    yield from _first(s)
+
+
+def _first(s: Subject) -> Iterator[Finding]:
+    """The first wait for what asynchronous copies complete must ask for parity 0: parity 1 is the phase before the
+    first, which counts as complete."""
+    inits = s.find(Kind.MBARRIER, op="init")
+    waits = [w for w in s.find(Kind.MBARRIER) if s.order.is_wait(w) and "parity" in s.body[w].mods]
+    for w in waits:
+        own = s.address(w, s.effects[w].accesses[0])
+        here = [i for i in inits if must_equal(own, s.address(i, s.effects[i].accesses[0]))]
+        copies = [
+            i
+            for i in s.find(Kind.BULK, Kind.TCGEN05)
+            for a in s.effects[i].accesses
+            if a.role == "mbarrier" and may_overlap(own, 8, s.address(i, a), 8, same_cta=False)
+        ]
+        same = [v for v in waits if s.address(v, s.effects[v].accesses[0]).parts == own.parts]
+        earlier = [v for v in same if v != w and s.cfg.dominates(v, w)]
+        parity = _parity(s, w)
+        if not here or not copies or parity is None or [v for v in earlier if _parity(s, v) != parity]:
+            continue
+        if _first_value(s, w, parity) == 1:
+            yield s.finding(
+                "R12",
+                Severity.WARNING,
+                "the first wait asks for parity 1 of a fresh mbarrier: that is the phase before the first, which counts "
+                "as complete, so the wait returns before the copies have arrived",
+                [s.site(copies[0], "copy"), s.site(w, "wait")],
+                missing="parity of the first wait = 0",
+                fix=f"start with parity 0 at line {s.body[w].line}",
+            )
+            return
+
+
+def _first_value(s: Subject, w: int, parity: Affine) -> int | None:
+    """The parity that the first execution of a wait asks for, None if the text does not tell."""
+    if parity.constant is not None:
+        return parity.constant & 1
+    around = [loop for loop in s.cfg.loops if s.cfg.block_of[w] in loop.blocks and not _spins(s, loop, w)]
+    if len(around) != 1:
+        return None
+    found = {Rounds(s, around[0], start).form(parity) for start in _STARTS}
+    value = found.pop() if len(found) == 1 else None
+    return None if value is None else value & 1
+
+
+def _repeated(s: Subject) -> Iterator[Finding]:
     waits = [w for w in s.find(Kind.MBARRIER) if s.order.is_wait(w) and "parity" in s.body[w].mods]
     for loop in s.cfg.loops:
         for w in waits:
@@ -132,7 +182,8 @@ RULE = Rule(
     ),
     looks_for=(
         "a parity wait that every round of a loop executes, on an object that the loop arrives at, when following the "
-        "loop's variables round by round shows one object waited for with the same parity twice in a row"
+        "loop's variables round by round shows one object waited for with the same parity twice in a row; a first wait "
+        "for copies that asks for parity 1"
     ),
     isa_section="mbarrier: Phase of the mbarrier object; mbarrier.test_wait / try_wait",
     fix="flip the parity each time the object is used again",
@@ -140,6 +191,7 @@ RULE = Rule(
     passing=_PASSING,
     mutations=(
         Mutation("flip deleted", "    xor.b32 %r7, %r7, 1;\n", ""),
+        Mutation("first parity", "mov.b32 %r7, 0;", "mov.b32 %r7, 1;"),
         Mutation("constant parity", "[%r3], %r7;", "[%r3], 0;"),
         Mutation("flip lost", "    xor.b32 %r7, %r7, 1;\n", "    xor.b32 %r9, %r7, 1;\n"),
     ),
