@@ -367,6 +367,13 @@ class Grid:
     def _local_place(self, offset: int) -> str:
         return f"local offset {offset % self.program.local_size}"
 
+    def need_alive(self, offset: Array) -> None:
+        """Raise Fault where an asynchronous operation touches the shared memory of a CTA that has exited."""
+        gone = np.flatnonzero(self.cta_alive[offset // self.shared_stride] == 0)
+        if gone.size:
+            place = self.shared_place(int(offset[gone[0]]))
+            raise Fault("exited", f"asynchronous access to {place}, which has exited", int(gone[0]))
+
     def local_offset(self, sel: Selection, address: Array, size: int) -> Array:
         """Byte offset in the pool of all threads' local memory."""
         offset = address.astype(np.int64)

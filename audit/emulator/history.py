@@ -132,12 +132,14 @@ class History:
             return None
         low, high = int(offset.min()), int(offset.max()) + size
         now = self.now()
+        slots = np.unique(g.slot[lanes]).tolist()
+        near = [r for r in records if r.first < high and r.last >= low]
+        # Only what stands after the oldest write that somebody may miss can matter.
+        oldest = next((k for k, r in enumerate(near) if self._late(r, g, slots, now)), len(near))
         wanted = offset[:, None] + np.arange(size)
         settled = np.zeros(wanted.shape, bool)  # the newest write that this lane sees has been found
         found: tuple[Array, Array] | None = None
-        for record in reversed(records):
-            if record.last < low or record.first >= high:
-                continue
+        for record in reversed(near[oldest:]):
             # With two writers of one byte in one instruction the later lane's bytes stand in memory.
             at = np.searchsorted(record.offsets, wanted, side="right") - 1
             hit = (at >= 0) & (record.offsets[at] == wanted) & ~settled
@@ -160,10 +162,9 @@ class History:
         """Shape of `writers`, [lanes, size]: may this read miss this write?"""
         w, t = record.grid, record.time
         slot = g.slot[readers]
-        late = {s: now < self._reveal(record, g.index, s) for s in np.unique(slot).tolist()}
-        if not any(late.values()):
-            return np.zeros(writers.shape, bool)
-        unrevealed = np.array([late[s] for s in slot.tolist()])
+        unrevealed = np.zeros(readers.size, bool)
+        for s in np.unique(slot).tolist():
+            unrevealed[slot == s] = now < self._reveal(record, g.index, s)
         visible = (w.published["gpu"][writers] > t) & (g.seen["gpu"][readers] >= t)[:, None]
         if w is g:
             visible |= g.slot[writers] == slot[:, None]
@@ -171,6 +172,9 @@ class History:
             published = released | (w.published["cluster"][writers] > t)
             visible |= near & published & (g.seen["cluster"][readers] >= t)[:, None]
         return unrevealed[:, None] & ~visible
+
+    def _late(self, record: Record, g: Grid, slots: list[int], now: int) -> bool:
+        return any(now < self._reveal(record, g.index, s) for s in slots)
 
     def _reveal(self, record: Record, grid: int, slot: int) -> int:
         key = (grid, slot)
@@ -206,8 +210,10 @@ class History:
     def overwritten(self, pool: Pool, offsets: Array) -> None:
         """An asynchronous copy has written these bytes: no older write there is of interest any more."""
         records = self.records.get(pool, [])
+        low, high = int(offsets.min()), int(offsets.max())
         for record in records:
-            record.forget(np.isin(record.offsets, offsets))
+            if record.first <= high and record.last >= low:
+                record.forget(np.isin(record.offsets, offsets))
         self.records[pool] = [r for r in records if r.offsets.size]
 
     def reveal_all(self) -> bool:

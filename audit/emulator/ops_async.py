@@ -35,10 +35,7 @@ class Batch:
     ) -> None:
         self.grid, self.pc, self.lanes, self.act, self.groups = g, pc, lanes, act, groups
         self.left = np.ones(lanes.size, bool)
-
-    @property
-    def done(self) -> bool:
-        return not self.left.any()
+        self.done = False
 
     def complete(self, positions: Array | None = None) -> None:
         """Carry out what is left, or what is left of some positions."""
@@ -46,6 +43,7 @@ class Batch:
         if not todo.size:
             return
         self.left[todo] = False
+        self.done = not self.left.any()
         try:
             self.act(todo)
         except Fault as e:
@@ -270,6 +268,8 @@ def _act(
 ) -> Callable[[], None]:
     def act() -> None:
         pool, at = source
+        ends = [(pool, at), *(where for where, _ in targets)]
+        g.need_alive(np.array([offset for p, offset in ends if p is g.shared], np.int64))
         data = pool.read(at, nbytes)
         if stale is not None:
             where, old, shadow = stale
@@ -328,6 +328,7 @@ def _remote(d: Decoder, reduce: Update | None) -> Step:
         x = np.broadcast_to(x, (lanes.size, n) if n > 1 else lanes.shape)
 
         def act(part: Array) -> None:
+            g.need_alive(at[part])
             g.note(g.shared, lanes, part, at[part], width * n, released=True)
             if reduce is None:
                 g.shared.store(at[part], width, x[part], n)

@@ -375,9 +375,21 @@ def test_bulk_copy_not_waited_for() -> None:
 def test_bulk_source_reused_too_early() -> None:
     """Without wait_group the source is overwritten before the copy reads it, and the output shows it."""
     x, out = np.arange(512, dtype=np.uint32), np.zeros(512, np.uint32)
-    text = BULK.replace("@WAIT@", WAIT_PHASE).replace("@END@", REUSE)
-    run(text, [x, out], ".param .u64 x, .param .u64 y", block=128)
+    late = REUSE + "@first cp.async.bulk.wait_group.read 0;"
+    run(
+        BULK.replace("@WAIT@", WAIT_PHASE).replace("@END@", late),
+        [x, out],
+        ".param .u64 x, .param .u64 y",
+        block=128,
+    )
     np.testing.assert_array_equal(out[::4], np.arange(128))
+
+
+def test_a_cta_must_outlive_its_bulk_copies() -> None:
+    x, out = np.arange(512, dtype=np.uint32), np.zeros(512, np.uint32)
+    text = BULK.replace("@WAIT@", WAIT_PHASE).replace("@END@", "")
+    with pytest.raises(EmulationError, match="which has exited"):
+        run(text, [x, out], ".param .u64 x, .param .u64 y", block=128)
 
 
 def test_expected_bytes_that_never_come_are_a_deadlock() -> None:
