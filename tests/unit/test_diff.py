@@ -88,11 +88,9 @@ def test_a_moved_instruction_says_from_where_to_where():
 
 
 def test_other_executors_and_other_guards_are_named():
-    (change,) = changes(
-        HANDOFF,
-        HANDOFF.replace("WAIT:\n", "    @%p1 bra DONE;\nWAIT:\n").replace("    ret;", "DONE:\n    ret;"),
-    )
-    assert "executed by all threads -> thread 0" in change.notes
+    wider = changes(HANDOFF, HANDOFF.replace("setp.ne.s32 %p1, %r1, 0", "setp.gt.s32 %p1, %r1, 31"))
+    assert {c.new.split()[0].split(".")[0] for c in wider} == {"mbarrier", "fence"}
+    assert all("executed by thread 0 -> warp 0" in c.notes for c in wider)
     notes = [
         n for c in changes(HANDOFF, HANDOFF.replace("    ld.shared.b32 %r8, [%r3];\n", "")) for n in c.notes
     ]
