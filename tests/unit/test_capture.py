@@ -192,7 +192,7 @@ def dsl(monkeypatch):
     """Stand-ins for the toolkit and torch: `cute.compile` returns what it was asked for."""
 
     def compile(kernel, *args, options=""):
-        ptx = f'.visible .entry made()\n{{\n}}\n.file 1 "/root/pkg/k.py"\n// {options}\n'
+        ptx = f'.visible .entry made()\n{{\n}}\n.file 1 "/src/pkg/k.py"\n// {options}\n'
         return types.SimpleNamespace(artifacts=types.SimpleNamespace(PTX=ptx, CUBIN=b"\x7fELF"))
 
     cute = types.SimpleNamespace(compile=compile, experimental=types.SimpleNamespace(compile=compile))
@@ -213,7 +213,7 @@ class Kernel:
 def test_recording_compiles_for_the_architecture_and_puts_everything_back(dsl):
     cute, runtime, torch = dsl
     before = cute.compile, cute.experimental.compile, runtime.get_device_attribute
-    with cutedsl.recording("sm_100a", "/scratch", "/root") as built:
+    with cutedsl.recording("sm_100a", "/scratch", "/src") as built:
         with torch.accelerator.device_index(0):
             cute.compile(Kernel(), 1, options="--gpu-arch=sm_90a --enable-tvm-ffi --ptxas-options=-O1")
         cute.experimental.compile(Kernel().push, 1)

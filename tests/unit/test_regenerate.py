@@ -24,6 +24,12 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+POLICY = """
+tiers = {longctx = {code = [], reference = true}, sync = {code = []}}
+architectures.sm_90a = {required = ["longctx", "sync"]}
+architectures.sm_100a = {required = [], static_only = "no such GPU"}
+architectures.sm_103a = {required = [], static_only = "no such GPU"}
+"""
 VALUES = {"config": "tiny", "seed": 0, "tokens": (1, 2), "logits": ((1.0, -0.1), (math.pi, 0.0))}
 
 
@@ -51,7 +57,7 @@ class World:
         (root / "reference").mkdir()
         (root / "golden").mkdir()
         (root / "reference" / "norm.py").write_text("x = 1\n")
-        (root / "golden" / "policy.toml").write_bytes((ROOT / "golden" / "policy.toml").read_bytes())
+        (root / "golden" / "policy.toml").write_text(POLICY)
         store = SimpleNamespace(root="build/artifacts", get=lambda kernel, arch: self.built[arch])
         for name, value in {
             "ROOT": root,
