@@ -221,9 +221,9 @@ def run_stream(
     )
     trace = machine.run()
     executed, missed = [], []
-    for launch, pcs in zip(prepared, trace.executed, strict=True):
-        lines = {launch.program.instructions[pc].line for pc in pcs}
-        everything = {i.line for f in launch.program.functions for i in f.body}
+    for ready, pcs in zip(prepared, trace.executed, strict=True):
+        lines = {ready.program.instructions[pc].line for pc in pcs}
+        everything = {i.line for f in ready.program.functions for i in f.body}
         executed.append(lines)
         missed.append(everything - lines)
     stale = machine.history.stale_reads if machine.history is not None else 0

@@ -254,10 +254,8 @@ class MBarriers:
             position = np.flatnonzero(offsets == offset)
             act(self._get(offset, int(position[0])), position, offset)
 
-    def arrive(
-        self, offsets: Array, counts: Array, tx: Array | None, drop: bool = False
-    ) -> tuple[Array, bool]:
-        """Arrivals in lane order. Returns the state tokens [lanes] and whether a phase completed."""
+    def arrive(self, offsets: Array, counts: Array, tx: Array | None, drop: bool = False) -> Array:
+        """Arrivals in lane order. Returns the state tokens [lanes]."""
         tokens = np.zeros(offsets.size, np.uint64)
         completed = False
 

@@ -89,7 +89,7 @@ class Grid:
         self.constants = program.bind(self.memory)
 
         self.r: list[Array] = []
-        self._files: list[tuple[Array, int | bool]] = []
+        self._files: list[tuple[Array, Any]] = []
         self._registers()
         self.returns = [np.zeros(n, np.int64) for _ in program.functions]
 

@@ -111,6 +111,7 @@ def _copies(
 
 def _copy(g: Grid, lanes: Any, copies: list[tuple[int, int, int]]) -> None:
     pool, size = g.local, g.program.local_size
+    assert pool.shadow is not None
     for source, target, n in copies:
         at = lanes[:, None] * size + np.arange(n)
         pool.data[at + target] = pool.data[at + source]

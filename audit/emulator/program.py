@@ -66,17 +66,23 @@ def dtype(type_: str) -> np.dtype[Any]:
     return SINT[w] if type_[0] == "s" and "x2" not in type_ else UINT[w]
 
 
+def _dimension(d: int) -> dict[str, Reader]:
+    """The special registers that have an x, a y and a z; `d` says which."""
+    return {
+        "%tid": lambda g, s: g.tid[d][s],
+        "%ntid": lambda g, s: np.full(1, g.block[d], np.uint32),
+        "%ctaid": lambda g, s: g.ctaid[d][s],
+        "%nctaid": lambda g, s: np.full(1, g.dims[d], np.uint32),
+        "%clusterid": lambda g, s: g.clusterid[d][s],
+        "%nclusterid": lambda g, s: np.full(1, g.dims[d] // g.cluster[d], np.uint32),
+        "%cluster_ctaid": lambda g, s: g.ctaid[d][s] % np.uint32(g.cluster[d]),
+        "%cluster_nctaid": lambda g, s: np.full(1, g.cluster[d], np.uint32),
+    }
+
+
 def _special() -> dict[str, Reader]:
-    """Special registers that hold one 32-bit value per thread."""
-    regs: dict[str, Reader] = {}
-    for d, axis in enumerate("xyz"):
-        regs[f"%tid.{axis}"] = lambda g, s, d=d: g.tid[d][s]
-        regs[f"%ctaid.{axis}"] = lambda g, s, d=d: g.ctaid[d][s]
-        regs[f"%clusterid.{axis}"] = lambda g, s, d=d: g.clusterid[d][s]
-        regs[f"%cluster_ctaid.{axis}"] = lambda g, s, d=d: g.ctaid[d][s] % np.uint32(g.cluster[d])
-        for name, attribute in (("ntid", "block"), ("nctaid", "dims"), ("cluster_nctaid", "cluster")):
-            regs[f"%{name}.{axis}"] = lambda g, s, a=attribute, d=d: np.full(1, getattr(g, a)[d], np.uint32)
-        regs[f"%nclusterid.{axis}"] = lambda g, s, d=d: np.full(1, g.dims[d] // g.cluster[d], np.uint32)
+    """Special registers: what each thread reads, or [1] for what all threads share."""
+    regs = {f"{name}.{axis}": f for d, axis in enumerate("xyz") for name, f in _dimension(d).items()}
     one = np.uint32(1)
     full = np.uint32(0xFFFFFFFF)
     regs |= {
