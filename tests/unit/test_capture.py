@@ -223,7 +223,7 @@ def test_recording_compiles_for_the_architecture_and_puts_everything_back(dsl):
             runtime.get_device_attribute(types.SimpleNamespace(name="CLOCK_RATE"))
     assert (cute.compile, cute.experimental.compile, runtime.get_device_attribute) == before
     assert [(c.kernel, c.entry) for c in built] == [("Kernel", "made")] * 2
-    assert '"pkg/k.py"' in built[0].ptx and "/root" not in built[0].ptx
+    assert '"pkg/k.py"' in built[0].ptx and "/src" not in built[0].ptx
     for wanted in (
         "--gpu-arch=sm_100a",
         "--ptxas-options=-O1",
