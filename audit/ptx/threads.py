@@ -164,7 +164,11 @@ class Threads:
         return chain[::-1]
 
     def _edge_fact(self, block: int) -> Fact | None:
+        """What holds on the only edge into a block, edges that loop back to it aside: they change no value that was
+        computed before the loop."""
         before = self.cfg.predecessors[block]
+        if len(before) > 1:
+            before = [p for p in before if not self.cfg.block_dominates(block, p)]
         return self.edge_fact(before[0], block) if len(before) == 1 else None
 
     def edge_fact(self, block: int, target: int) -> Fact | None:

@@ -9,8 +9,10 @@ from k3_audit.artifact.contract import Role
 from ..findings import Finding, Severity
 from ..ptx.cfg import Loop
 from ..ptx.effects import Access, Kind, defined, used
+from ..ptx.provenance import Base
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
+from .memory import narrow
 
 _SPACES = ("global", "shared::cta", "shared::cluster", "generic")
 
@@ -81,7 +83,29 @@ def check(s: Subject) -> Iterator[Finding]:
             yield finding
 
 
+def _unread(s: Subject) -> Iterator[Finding]:
+    """A strong load whose value nobody uses: an acquire counts only if the value that was waited for was seen."""
+    used_values = {s.ssa.read(i.index, r) for i in s.body for r in used(i) if r in s.function.registers}
+    used_values |= {i for value in s.ssa.values for _, i in value.inputs}
+    for i in s.find(Kind.LOAD):
+        a = s.effects[i].accesses[0] if s.effects[i].accesses else None
+        if a is None or a.sem in ("weak", "") or a.space not in _SPACES:
+            continue
+        results = [s.ssa.written(i, r) for r in defined(s.body[i])]
+        if all(v not in used_values for v in results):
+            yield s.finding(
+                "R07",
+                Severity.ERROR,
+                f"{s.body[i].name} reads a flag whose value nobody looks at: what follows is ordered after nothing",
+                [s.site(i, "flag")],
+                missing="flag seen -> what follows it",
+                fix="branch back until the value is the one that was waited for",
+            )
+
+
 def _check(s: Subject) -> Iterator[Finding]:
+    yield from _unread(s)
+    yield from _announced(s)
     for loop, i, access in polls(s):
         if access.sem in ("acquire", "acq_rel", "mmio"):
             continue
@@ -124,6 +148,49 @@ def _acquires(s: Subject, i: int) -> bool:
     if e.kind in (Kind.CLUSTER_BARRIER, Kind.BARRIER, Kind.WARP_BARRIER) or s.order.is_wait(i):
         return False  # they order the CTA or cluster, but not against the writer of the flag
     return e.acquires or (e.kind is Kind.GRID_DEPENDENCY and e.op == "wait")
+
+
+def _announced(s: Subject) -> Iterator[Finding]:
+    """A relaxed store of a constant other than 0 after data, with no release between: a flag raised too freely."""
+    for i in s.find(Kind.STORE):
+        e = s.effects[i]
+        a = e.accesses[0]
+        value = s.body[i].operands[-1]
+        constant = s.provenance.operand_affine(s.body[i], value).constant
+        if a.sem not in ("relaxed", "volatile") or narrow(a.scope, "gpu") or constant in (None, 0):
+            continue
+        if a.space not in ("global", "generic"):
+            continue
+        fences = {f for f in s.find(Kind.FENCE) if _releases_for(s, f, i)}
+        came = s.order.search([i], stop=fences.__contains__, backward=True, sync=False)
+        flag = {b for b, _ in s.address(i, a).parts}
+        data = sorted(j for j in came if j < len(s.body) and j not in fences and _plain_write(s, j, flag))
+        if data:
+            yield s.finding(
+                "R07",
+                Severity.ERROR,
+                f"{s.body[i].name} raises a flag after data has been written, and no fence releases the data before it",
+                [s.site(data[-1], "data"), s.site(i, "flag")],
+                missing="data -> release -> flag",
+                fix=f"st.release.{a.scope}, or fence.acq_rel.{a.scope} before line {s.body[i].line}",
+                path=s.order.trace(came, data[-1], [i])[::-1],
+            )
+
+
+def _releases_for(s: Subject, f: int, i: int) -> bool:
+    """Fence `f` releases for the thread that makes the strong write `i`; R06 judges its scope."""
+    e = s.effects[f]
+    if not e.releases or e.restrict:
+        return False
+    return s.body[f].pred is None or s.executors(f).includes(s.executors(i))
+
+
+def _plain_write(s: Subject, j: int, flag: set[Base | None]) -> bool:
+    return any(
+        a.writes and a.role == "data" and a.sem == "weak" and not a.asynchronous and a.space in ("global", "generic")
+        and not {b for b, _ in s.address(j, a).parts} & flag
+        for a in s.effects[j].accesses
+    )  # fmt: skip
 
 
 def _only_a_flag(s: Subject, poll: int) -> bool:
@@ -192,7 +259,8 @@ RULE = Rule(
     ),
     looks_for=(
         "loops that end when a value at a fixed address changes, read by a weak load; or by a relaxed or volatile load "
-        "with no acquiring fence before other global data is read"
+        "with no acquiring fence before other global data is read; strong loads whose value "
+        "nobody uses; a relaxed store of a constant after data with no release between"
     ),
     isa_section="Memory Consistency Model: Operation Types, Volatile Operation, Acquire Patterns",
     fix="ld.acquire in the loop, or ld.relaxed and an acquiring fence after it, at the scope of both parties",

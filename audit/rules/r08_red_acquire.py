@@ -5,13 +5,70 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..findings import Finding, Severity
-from ..ptx.effects import Kind
+from ..ptx.effects import Access, Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import narrow
+from .memory import looked_at, narrow
 
 
 def check(s: Subject) -> Iterator[Finding]:
+    yield from _reductions(s)
+    yield from _last_block(s)
+
+
+def _last_block(s: Subject) -> Iterator[Finding]:
+    """Everybody writes, counts with `atom`, and the one who sees the last count reads what all have written."""
+    for i in s.find(Kind.ATOMIC):
+        e = s.effects[i]
+        a = e.accesses[0]
+        if a.space not in ("global", "generic") or narrow(a.scope, "gpu") or not looked_at(s, i):
+            continue
+        own = {b for b, _ in s.address(i, a).parts}
+        before = s.order.search([i], backward=True, sync=False)
+        after = s.order.search([i], sync=False)
+        pairs = [
+            (w, b, r, c)
+            for w, b in s.accesses("global")
+            if w in before and b.writes and _plain(b) and not {x for x, _ in s.address(w, b).parts} & own
+            for r, c in s.accesses("global")
+            if r in after and c.reads and _plain(c) and s.order.overlap(w, b, r, c)
+            and s.address(w, b).affine != s.address(r, c).affine
+        ]  # fmt: skip
+        for side, needed in (("release", e.releases), ("acquire", e.acquires)):
+            if needed or not pairs:
+                continue
+            fences = {f for f in s.find(Kind.FENCE) if _serves(s, f, i, a, side)}
+            came = s.order.search([i], stop=fences.__contains__, backward=side == "release", sync=False)
+            for w, _, r, _ in pairs:
+                data = w if side == "release" else r
+                if data in came and data not in fences:
+                    yield s.finding(
+                        "R08",
+                        Severity.ERROR,
+                        "all contributors write, count with a relaxed atomic, and the last one reads what they have "
+                        f"written; no {side} stands between the {'write' if side == 'release' else 'read'} and "
+                        f"the count",
+                        [s.site(w, "write"), s.site(i, "count"), s.site(r, "read")],
+                        missing="write -> release -> count, and count -> acquire -> read",
+                        fix=f"make the atomic .acq_rel.{a.scope}, or put fence.acq_rel.{a.scope} before and after it",
+                        path=s.order.trace(came, data, [i]),
+                    )
+                    return
+
+
+def _plain(a: Access) -> bool:
+    return a.sem == "weak" and a.role == "data" and not a.asynchronous
+
+
+def _serves(s: Subject, f: int, i: int, a: Access, side: str) -> bool:
+    """Fence `f` is wide enough for the count, and executed by the thread that counts."""
+    e = s.effects[f]
+    if not (e.releases if side == "release" else e.acquires) or e.restrict or narrow(e.scope, a.scope):
+        return False
+    return s.body[f].pred is None or s.executors(f).includes(s.executors(i))
+
+
+def _reductions(s: Subject) -> Iterator[Finding]:
     for red in s.find(Kind.REDUCTION):
         flag = s.effects[red].accesses[0]
         if flag.space not in ("global", "generic") or flag.sem == "weak":
@@ -85,7 +142,7 @@ _PASSING = snippet(
 
 RULE = Rule(
     id="R08",
-    title="reduction used as the reading half of a handoff",
+    title="last-block pattern without its release, its acquire, or its read",
     severity=Severity.ERROR,
     meaning=(
         "To see what others released, a thread must read a value that they wrote: an acquire pattern begins with "
@@ -96,7 +153,8 @@ RULE = Rule(
     ),
     looks_for=(
         "weak writes, a reduction of a counter, an acquiring fence, and reads of the same data, with no strong read "
-        "between the reduction and the reads"
+        "between the reduction and the reads; the same with an atomic, without a release "
+        "before or an acquire after it"
     ),
     isa_section="Memory Consistency Model: Acquire Patterns (reductions do not form acquire patterns)",
     fix="atom instead of red, or ld.acquire of the counter before the data is read",
@@ -110,6 +168,9 @@ RULE = Rule(
             "atom.relaxed.gpu.global.add.u32 %r2, [%rd2], 1",
             "red.relaxed.gpu.global.add.u32 [%rd2], 1",
         ),
+        Mutation("release fence deleted", "    fence.acq_rel.gpu;\n    atom", "    atom"),
+        Mutation("acquire fence deleted", "    fence.acq_rel.gpu;\n    setp", "    setp"),
+        Mutation("fence narrowed", "fence.acq_rel.gpu", "fence.acq_rel.cta"),
         Mutation(
             "atom becomes releasing red",
             "atom.relaxed.gpu.global.add.u32 %r2, [%rd2], 1",

@@ -8,6 +8,7 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Access, Kind, defined, used
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
+from .memory import narrow
 from .r07_weak_flag import polls
 
 
@@ -27,9 +28,9 @@ def check(s: Subject) -> Iterator[Finding]:
     loads = [(i, a) for i, a in strong if a.reads and not a.writes and s.address(i, a).affine not in waiting]
     if not stores or not loads:
         return
-    full = {f for f in s.find(Kind.FENCE) if s.effects[f].sem == "sc"}
     shapes = []
     for i, a in stores:
+        full = {f for f in s.find(Kind.FENCE) if _forbids(s, f, i, a)}
         came = s.order.search([i], stop=full.__contains__, sync=False)
         for j, b in loads:
             if j in came and s.address(i, a).affine != s.address(j, b).affine and _decides(s, j):
@@ -48,6 +49,14 @@ def check(s: Subject) -> Iterator[Finding]:
                 path=s.order.trace(came, j, [i]),
             )
             return
+
+
+def _forbids(s: Subject, f: int, i: int, a: Access) -> bool:
+    """fence.sc, as wide as the flag, by the thread that stores it."""
+    e = s.effects[f]
+    if e.sem != "sc" or narrow(e.scope, a.scope):
+        return False
+    return s.body[f].pred is None or s.executors(f).includes(s.executors(i))
 
 
 def _meet(s: Subject, i: int, a: Access, j: int, b: Access) -> bool:

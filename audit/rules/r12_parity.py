@@ -32,9 +32,9 @@ def _first(s: Subject) -> Iterator[Finding]:
         here = [i for i in inits if must_equal(own, s.address(i, s.effects[i].accesses[0]))]
         copies = [
             i
-            for i in s.find(Kind.BULK, Kind.TCGEN05)
-            for a in s.effects[i].accesses
-            if a.role == "mbarrier" and may_overlap(own, 8, s.address(i, a), 8, same_cta=False)
+            for i in s.order.events
+            for a, itself in s.order.arrivals(i)
+            if may_overlap(own, 8, s.address(i, a), 8, same_cta=False) and (not itself or _precedes(s, i, w))
         ]
         same = [v for v in waits if s.address(v, s.effects[v].accesses[0]).parts == own.parts]
         earlier = [v for v in same if v != w and s.cfg.dominates(v, w)]
@@ -45,13 +45,22 @@ def _first(s: Subject) -> Iterator[Finding]:
             yield s.finding(
                 "R12",
                 Severity.WARNING,
-                "the first wait asks for parity 1 of a fresh mbarrier: that is the phase before the first, which counts "
+                "the first wait asks for parity 1 of a fresh mbarrier: the phase before the first, which counts "
                 "as complete, so the wait returns before the copies have arrived",
                 [s.site(copies[0], "copy"), s.site(w, "wait")],
                 missing="parity of the first wait = 0",
                 fix=f"start with parity 0 at line {s.body[w].line}",
             )
             return
+
+
+def _precedes(s: Subject, arrival: int, wait: int) -> bool:
+    """The waiting threads arrive themselves before they first wait: they wait for the phase that they complete."""
+    if s.effects[arrival].op == "arrive_expect_tx":
+        return False
+    enter = s.order.as_thread_of(wait)
+    early = s.order.search([s.order.head(0)], stop=[wait].__contains__, sync=False, enter=enter)
+    return arrival in early and wait in s.order.search([arrival], sync=False, enter=enter)
 
 
 def _first_value(s: Subject, w: int, parity: Affine) -> int | None:

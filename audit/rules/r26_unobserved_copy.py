@@ -9,7 +9,7 @@ from ..ptx.effects import Access, Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
 from .bulk import Outstanding
-from .memory import async_shared_reads, generic_shared, waits_on
+from .memory import async_shared_reads, generic_shared, looked_at, waits_on
 
 
 def check(s: Subject) -> Iterator[Finding]:
@@ -36,6 +36,21 @@ def check(s: Subject) -> Iterator[Finding]:
                     return
 
 
+def _ignored(s: Subject) -> Iterator[Finding]:
+    for w in s.find(Kind.MBARRIER):
+        if s.order.is_wait(w) and not looked_at(s, w):
+            yield s.finding(
+                "R26",
+                Severity.ERROR,
+                f"nobody looks at the result of {s.body[w].name}: it may have returned false, and then nothing is "
+                f"complete",
+                [s.site(w, "wait")],
+                missing="wait returned true -> what follows it",
+                fix="branch back to the wait until its result is true",
+            )
+            return
+
+
 def _waits(s: Subject, i: int) -> set[int] | None:
     """Waits that observe the completion of copy `i`; None if it completes on an object whose place is not known."""
     if s.effects[i].kind is Kind.BULK:
@@ -50,9 +65,12 @@ def _waits(s: Subject, i: int) -> set[int] | None:
 def _one_place(s: Subject, i: int, a: Access) -> bool:
     """The address is a variable's, or an element of it that only the thread index chooses: the same in every round of
     every loop, and in every CTA."""
+    address = s.address(i, a)
+    if len(address.parts) == 1 and address.known and address.parts[0][1][0] == address.parts[0][1][1]:
+        return True
     return all(
         atom[0] == "sym" or s.threads.subject(atom)[0] in ("thread", "lane")
-        for atom, _ in s.address(i, a).affine.terms
+        for atom, _ in address.affine.terms
     )
 
 
@@ -108,7 +126,8 @@ RULE = Rule(
         "stages it cannot tell which stage a wait is for."
     ),
     looks_for=(
-        "a path from an asynchronous copy, or past it for threads that do not issue it, to a read of the same "
+        "an mbarrier wait whose result decides nothing;"
+        " a path from an asynchronous copy, or past it for threads that do not issue it, to a read of the same "
         "bytes with "
         "no wait for its mbarrier or group"
     ),
