@@ -109,3 +109,15 @@ def deciding(s: Subject) -> set[int]:
                 work.extend(s.ssa.read(value.index, r) for r in used(s.body[value.index]) if r in registers)
         s.__dict__["_deciding"] = found
     return found
+
+
+def one_place(s: Subject, i: int, a: Access) -> bool:
+    """The address is a variable's, or an element of it that only the thread index chooses: the same in every round of
+    every loop, and in every CTA."""
+    address = s.address(i, a)
+    if len(address.parts) == 1 and address.known and address.parts[0][1][0] == address.parts[0][1][1]:
+        return True
+    return all(
+        atom[0] == "sym" or s.threads.subject(atom)[0] in ("thread", "lane")
+        for atom, _ in address.affine.terms
+    )

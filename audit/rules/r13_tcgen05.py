@@ -8,6 +8,7 @@ from ..findings import Finding, Severity
 from ..ptx.effects import Kind, defined, used
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
+from .memory import waits_on
 
 _TENSOR = ("ld", "st", "mma", "mma_ws", "cp", "shift")
 
@@ -17,6 +18,7 @@ def check(s: Subject) -> Iterator[Finding]:
     if not operations:
         return
     yield from _results(s)
+    yield from _unobserved(s)
     yield from _after(s, set(operations))
     yield from _before(s, set(operations))
 
@@ -37,6 +39,56 @@ def _results(s: Subject) -> Iterator[Finding]:
                     fix=f"tcgen05.wait::ld.sync.aligned before line {s.body[j].line}",
                 )
                 return
+
+
+def _unobserved(s: Subject) -> Iterator[Finding]:
+    """Results of an mma are in tensor memory when its commit has been observed: commit, then a wait that succeeded."""
+    commits = {i: set(waits_on(s, i, s.effects[i].accesses[0])) for i in s.find(Kind.TCGEN05, op="commit")}
+    for m in [i for i in s.find(Kind.TCGEN05) if s.effects[i].op.startswith("mma")]:
+        for r in s.find(Kind.TCGEN05, op="ld"):
+            if s.executors(m).disjoint(s.executors(r)):
+                continue  # the reading threads do not pass the commit, so their path does not show its place
+            route = _uncommitted(s, m, r, commits)
+            if route:
+                yield s.finding(
+                    "R13",
+                    Severity.ERROR,
+                    "tcgen05.ld reads what a tcgen05.mma may still be writing: no commit of the mma has been "
+                    "waited for",
+                    [s.site(m, "tcgen05.mma"), s.site(r, "tcgen05.ld")],
+                    missing="tcgen05.mma -> commit -> mbarrier wait -> fence::after_thread_sync -> tcgen05.ld",
+                    fix=f"tcgen05.commit after line {s.body[m].line}, and a wait for its mbarrier before line "
+                    f"{s.body[r].line}",
+                    path=route,
+                )
+                return
+
+
+def _uncommitted(s: Subject, m: int, r: int, commits: dict[int, set[int]]) -> list[int]:
+    """A path from the mma to the load on which no commit is followed by a wait for its object."""
+    came: dict[tuple[int, frozenset[int]], tuple[int, frozenset[int]]] = {}
+    start = (m, frozenset[int]())
+    queue = [start]
+    seen = {start}
+    for state in queue:
+        node, awaited = state
+        if node in commits:
+            awaited = awaited | commits[node]
+        elif node in awaited:
+            continue
+        for n in s.order.successors.get(node, ()):
+            following = (n, awaited)
+            if following in seen or s.order.is_sync_edge(node, n):
+                continue
+            seen.add(following)
+            came[following] = state
+            if n == r:
+                route = [following]
+                while route[-1] != start:
+                    route.append(came[route[-1]])
+                return [node for node, _ in route[::-1]]
+            queue.append(following)
+    return []
 
 
 def _carries(s: Subject, wait: int) -> bool:
@@ -214,6 +266,18 @@ RULE = Rule(
             "after fence of the mma deleted",
             "    tcgen05.fence::after_thread_sync;\n    tcgen05.mma",
             "    tcgen05.mma",
+        ),
+        Mutation(
+            "commit before the mma",
+            "    tcgen05.mma.cta_group::1.kind::f16 [%r4], %rd1, %rd2, %r5, %p4;\n"
+            "    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2];\n",
+            "    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2];\n"
+            "    tcgen05.mma.cta_group::1.kind::f16 [%r4], %rd1, %rd2, %r5, %p4;\n",
+        ),
+        Mutation(
+            "wait for the mma deleted",
+            "WAITDONE:\n    mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], %r7;\n    @!%p2 bra WAITDONE;\n",
+            "",
         ),
         Mutation("before fence deleted", "    tcgen05.fence::before_thread_sync;\n", ""),
         Mutation("wait::ld deleted", "    tcgen05.wait::ld.sync.aligned;\n", ""),

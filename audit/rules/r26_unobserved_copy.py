@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..findings import Finding, Severity
-from ..ptx.effects import Access, Kind
+from ..ptx.effects import Kind
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
 from .bulk import Outstanding
-from .memory import async_shared_reads, generic_shared, looked_at, waits_on
+from .memory import async_shared_reads, generic_shared, looked_at, one_place, waits_on
 
 
 def check(s: Subject) -> Iterator[Finding]:
     reads = [(r, a) for r, a in generic_shared(s, writes=False) if not a.asynchronous] + list(
         async_shared_reads(s)
     )
-    reads = [(r, a) for r, a in reads if _one_place(s, r, a)]
+    reads = [(r, a) for r, a in reads if one_place(s, r, a)]
     for i in s.find(Kind.BULK, Kind.ASYNC_COPY):
         for own in s.effects[i].accesses:
             if not own.writes or own.role not in ("data", "tensor") or not own.space.startswith("shared"):
                 continue
             overlapping = [(r, a) for r, a in reads if r != i and s.order.surely_overlap(i, own, r, a)]
-            if not overlapping or not _one_place(s, i, own):
+            if not overlapping or not one_place(s, i, own):
                 continue
             waits = _waits(s, i)
             if waits is None:
@@ -55,23 +55,11 @@ def _waits(s: Subject, i: int) -> set[int] | None:
     """Waits that observe the completion of copy `i`; None if it completes on an object whose place is not known."""
     if s.effects[i].kind is Kind.BULK:
         barrier = next((a for a in s.effects[i].accesses if a.role == "mbarrier"), None)
-        return set(waits_on(s, i, barrier)) if barrier is not None and _one_place(s, i, barrier) else None
+        return set(waits_on(s, i, barrier)) if barrier is not None and one_place(s, i, barrier) else None
     found = set(Outstanding(s, i, also_read=False, own=True).waits)
     for j in s.find(Kind.ASYNC_GROUP, op="mbarrier_arrive"):
         found |= set(waits_on(s, j, s.effects[j].accesses[0]))
     return found
-
-
-def _one_place(s: Subject, i: int, a: Access) -> bool:
-    """The address is a variable's, or an element of it that only the thread index chooses: the same in every round of
-    every loop, and in every CTA."""
-    address = s.address(i, a)
-    if len(address.parts) == 1 and address.known and address.parts[0][1][0] == address.parts[0][1][1]:
-        return True
-    return all(
-        atom[0] == "sym" or s.threads.subject(atom)[0] in ("thread", "lane")
-        for atom, _ in address.affine.terms
-    )
 
 
 def _finding(s: Subject, i: int, r: int, waits: list[int], route: list[int]) -> Finding:
