@@ -24,6 +24,8 @@ from .wheels import CaptureError
 BEGIN, END = "<!-- survey: begin (written by `k3-audit capture survey`) -->", "<!-- survey: end -->"
 _PRELOAD = ("k3_audit.audit.scan", "k3_audit.audit.rules.base")
 VERDICTS = ("clean", "finding", "inconclusive", "error")
+# What these rules leave open is a fact about the neighbouring kernels, which only a contract can tell.
+_NEIGHBOURS = ("R15", "R16")
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ def load(path: Path) -> list[Row]:
 def markdown(rows: Sequence[Row], manifests: Sequence[Manifest]) -> str:
     """The tables of docs/findings/README.md: one line per source and architecture, then per rule."""
     lines = ["| source | architecture | recipes | did not build | kernels | " + " | ".join(VERDICTS)]
-    lines[0] += " | longest | slowest | peak memory |"
-    lines.append("|" + "---|" * 12)
+    lines[0] += " | inconclusive only for want of a contract | longest | slowest | peak memory |"
+    lines.append("|" + "---|" * 13)
     for manifest in manifests:
         for arch in sorted({b.arch for b in manifest.builds}):
             builds = [b for b in manifest.builds if b.arch == arch]
@@ -126,6 +128,7 @@ def markdown(rows: Sequence[Row], manifests: Sequence[Manifest]) -> str:
             cells = [
                 *(_names(manifest), arch, len(builds), sum(bool(b.reason) for b in builds), len(here)),
                 *(counts[v] for v in VERDICTS),
+                sum(_wants_contract(r) for r in here),
                 f"{max((r.lines for r in here), default=0):,} lines",
                 f"{max((r.seconds for r in here), default=0):.1f} s",
                 f"{max((r.mebibytes for r in here), default=0):.0f} MiB",
@@ -147,6 +150,11 @@ def markdown(rows: Sequence[Row], manifests: Sequence[Manifest]) -> str:
         lines += ["", "| what did not build | architecture | recipes | reason |", "|---|---|---|---|"]
         lines += [f"| {s} | {a} | {n} | {r} |" for (s, a, r), n in sorted(reasons.items())]
     return "\n".join(lines) + "\n"
+
+
+def _wants_contract(row: Row) -> bool:
+    open_ = {key.split()[0] for key in row.findings if not key.endswith(" note")}
+    return row.verdict == "inconclusive" and open_ <= set(_NEIGHBOURS)
 
 
 def _names(manifest: Manifest) -> str:

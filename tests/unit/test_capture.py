@@ -346,7 +346,7 @@ def test_the_survey_counts_verdicts_and_never_hides_a_failure(tmp_path):
     survey.save(rows, tmp_path / "survey.json")
     assert survey.load(tmp_path / "survey.json") == rows
     table = survey.markdown(rows, manifests)
-    assert "| p 1 | sm_90a | 4 | 1 | 3 | 1 | 1 | 0 | 1 |" in table
+    assert "| p 1 | sm_90a | 4 | 1 | 3 | 1 | 1 | 0 | 1 | 0 |" in table
     assert "broken.ptx: PtxError" in table and "no \\| such thing" in table
     document = tmp_path / "README.md"
     document.write_text(f"before\n{survey.BEGIN}\nold\n{survey.END}\nafter\n")
@@ -357,6 +357,23 @@ def test_the_survey_counts_verdicts_and_never_hides_a_failure(tmp_path):
     with pytest.raises(wheels.CaptureError, match="lacks the marks"):
         survey.insert(document, table)
     assert document.read_text() == "no marks"
+
+
+@pytest.mark.parametrize(
+    ("findings", "wants"),
+    [
+        ({"R15 inconclusive": 3, "R20 note": 1}, 1),
+        ({"R15 inconclusive": 3, "R16 inconclusive": 1}, 1),
+        ({"R15 inconclusive": 3, "R01 inconclusive": 1}, 0),
+    ],
+)
+def test_what_only_a_contract_can_settle_is_counted_apart(findings, wants):
+    manifest = builds.Manifest("m", [{"name": "p", "version": "1", "sha256": ""}], {})
+    manifest.builds = [builds.Built("k", "sm_90a", {}, 0.0)]
+    row = survey.Row("m", "k", "k.ptx", "sm_90a", 9, "inconclusive", 0.1, 20.0, findings)
+    assert f"| p 1 | sm_90a | 1 | 0 | 1 | 0 | 0 | 1 | 0 | {wants} | 9 lines |" in survey.markdown(
+        [row], [manifest]
+    )
 
 
 # -- the command line
