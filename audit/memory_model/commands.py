@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,25 @@ from .program import ModelError, Program
 _SHOWN = 24  # outcomes on a terminal
 
 
-@click.command(short_help="What the PTX memory model allows a small program to do.")
-@click.argument("files", nargs=-1, required=True, metavar="FILE.litmus...", type=click.Path(path_type=Path))
+@click.command(short_help="What the PTX memory model allows a small program, or a handoff, to do.")
+@click.argument("subjects", nargs=-1, required=True, metavar="FILE.litmus... | KERNEL")
+@click.option(
+    "--handoff", metavar="NAME", help="Prove this handoff of a kernel's contract, lifted out of its PTX."
+)
+@click.option(
+    "--contract",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.toml",
+    help="The contract, where KERNEL is a PTX file.",
+)
+@click.option("--arch", default="sm_90a", show_default=True, metavar="SM", help="Build of our own kernel.")
+@click.option(
+    "--set",
+    "numbers",
+    multiple=True,
+    metavar="NAME=N",
+    help="A scalar of the launch (default 1). May be repeated.",
+)
 @click.option(
     "--format", "form", type=click.Choice(("terminal", "json")), default="terminal", show_default=True
 )
@@ -42,50 +60,123 @@ _SHOWN = 24  # outcomes on a terminal
     show_default=True,
     help="Rounds of a loop that does more than poll.",
 )
-def model(files: tuple[Path, ...], form: str, picture: Path | None, engine: str, unroll: int) -> int:
+def model(
+    subjects: tuple[str, ...],
+    handoff: str | None,
+    contract: Path | None,
+    arch: str,
+    numbers: tuple[str, ...],
+    form: str,
+    picture: Path | None,
+    engine: str,
+    unroll: int,
+) -> int:
     """All outcomes that the PTX memory consistency model allows a small program (PTX ISA, chapter 8).
 
     A witness is drawn as a timeline: an execution that satisfies the condition or, where none is allowed, the
     nearest one and the axiom that it breaks. A note that begins with `allowed:` or `forbidden:` is the expectation.
+
+    With --handoff, KERNEL is one of our kernels, as built, or a PTX file with a contract. The protocol of that
+    handoff is lifted out of the PTX, and the model must forbid every stale read.
 
     \b
     Examples:
       k3-audit model tests/corpus/litmus/MP+fences.litmus
       k3-audit model MP.litmus --svg MP.svg
       k3-audit model tests/corpus/litmus/*.litmus --engine both
+      k3-audit model attn_res --handoff partial_sums
     """
-    if picture is not None and len(files) > 1:
+    if handoff is None:
+        programs, bounds = [(name, _read(Path(name))) for name in subjects], ()
+    elif len(subjects) == 1:
+        programs, bounds = _lift(subjects[0], handoff, contract, arch, numbers)
+    else:
+        raise click.UsageError("--handoff takes one kernel")
+    if picture is not None and len(programs) > 1 and handoff is None:
         raise click.UsageError("--svg draws one program: give one file")
-    verdicts, documents = [], []
-    for file in files:
-        result = _check(file, engine, unroll)
-        verdicts.append(result.verdict)
-        shown, broken = _picture(result)
-        if picture is not None:
-            _draw(picture, shown, broken)
-        if form == "json":
-            documents.append(_document(file, result, shown, broken))
-        elif len(files) == 1:
-            click.echo(_report(result, shown, broken), nl=False)
-        else:
-            click.echo(f"{result.verdict!s:12} {_answer(result):10} {file}")
+    results = [(name, _check(name, program, engine, unroll)) for name, program in programs]
+    worst_first = sorted(results, key=lambda item: _SEVERITY.index(item[1].verdict))
+    if picture is not None:
+        _draw(picture, *_picture(worst_first[0][1]))
     if form == "json":
-        click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
-    elif len(files) > 1:
-        click.echo(_summary(verdicts))
-    return EXIT[worst(verdicts)]
+        documents = [_document(name, r, *_picture(r)) for name, r in results]
+        whole: Any = documents[0] if len(documents) == 1 and handoff is None else documents
+        click.echo(json.dumps(whole if handoff is None else {"bounds": bounds, "programs": whole}, indent=2))
+    elif len(results) == 1:
+        click.echo(_report(results[0][1], *_picture(results[0][1])), nl=False)
+    else:
+        for name, r in results:
+            click.echo(f"{r.verdict!s:12} {_answer(r):10} {name}")
+        click.echo(_summary([r.verdict for _, r in results]))
+        first = worst_first[0][1]
+        if handoff is not None and first.verdict != Verdict.CLEAN:
+            click.echo("\n" + _report(first, *_picture(first)), nl=False)
+    if form != "json":
+        for line in bounds:
+            click.echo(f"  {line}")
+    return EXIT[worst([r.verdict for _, r in results])]
 
 
-def _check(file: Path, engine: str, unroll: int) -> Result:
+_SEVERITY = (Verdict.ERROR, Verdict.FINDING, Verdict.INCONCLUSIVE, Verdict.CLEAN)
+
+
+def _read(file: Path) -> Program:
     try:
-        program = litmus.parse(file.read_text(encoding="utf-8"))
+        return litmus.parse(file.read_text(encoding="utf-8"))
+    except (ModelError, UnicodeDecodeError) as e:
+        raise click.ClickException(f"{file}: {e}") from e
+
+
+def _lift(
+    kernel: str, handoff: str, contract: Path | None, arch: str, numbers: Sequence[str]
+) -> tuple[list[tuple[str, Program]], tuple[str, ...]]:
+    """The programs of a handoff, and what they cover. `kernel` is a PTX file, or the name of a kernel of ours."""
+    from k3_audit.artifact import Contract
+
+    from ..cli import open_store
+    from ..ptx.inline import inline
+    from ..ptx.parser import parse
+    from ..tree import find_root
+    from .lift import Kernel
+
+    if Path(kernel).is_file():
+        if contract is None:
+            raise click.UsageError("a PTX file needs --contract, which says what the handoff is")
+        ptx = Path(kernel).read_text(encoding="utf-8")
+        promised = Contract.from_dict(tomllib.loads(contract.read_text(encoding="utf-8")))
+    else:
+        artifact = open_store(find_root(Path.cwd())).get(kernel, arch)
+        ptx, promised = artifact.ptx, artifact.contract
+    module = parse(ptx)
+    entry = next((f for f in module.entries if promised.kernel in f.name), None)
+    if entry is None:
+        raise click.ClickException(f"{kernel}: no entry is called {promised.kernel}, as the contract says")
+    try:
+        lifted = Kernel(inline(module, entry), promised, _numbers(numbers)).lift(handoff)
+    except ModelError as e:
+        raise click.ClickException(f"{kernel}: {e}") from e
+    return [(p.name, p) for p in lifted.programs], lifted.bounds
+
+
+def _numbers(texts: Sequence[str]) -> dict[str, int]:
+    out = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not value.lstrip("-").isdigit():
+            raise click.UsageError(f"--set {text}: give a name and a whole number, as in --set T=2")
+        out[name] = int(value)
+    return out
+
+
+def _check(name: str, program: Program, engine: str, unroll: int) -> Result:
+    try:
         if engine != "both":
             return check(program, Engine(engine), unroll)
         first, second = check(program, Engine.ENUMERATE, unroll), check(program, Engine.SOLVE, unroll)
-    except (ModelError, UnicodeDecodeError) as e:
-        raise click.ClickException(f"{file}: {e}") from e
+    except ModelError as e:
+        raise click.ClickException(f"{name}: {e}") from e
     if first.outcomes != second.outcomes:
-        raise EnginesDisagree(f"{file}: the engines see different outcomes")
+        raise EnginesDisagree(f"{name}: the engines see different outcomes")
     return first
 
 
@@ -150,10 +241,10 @@ def _summary(verdicts: Sequence[Verdict]) -> str:
     return f"{len(verdicts)} programs: " + ", ".join(f"{n} {v}" for v, n in counts.items())
 
 
-def _document(file: Path, result: Result, shown: Execution | None, broken: Broken) -> dict[str, Any]:
+def _document(name: str, result: Result, shown: Execution | None, broken: Broken) -> dict[str, Any]:
     program = result.program
     return {
-        "file": str(file),
+        "file": name,
         "program": program.name,
         "note": program.note,
         "quantifier": str(program.quantifier),

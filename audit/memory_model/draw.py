@@ -39,7 +39,7 @@ def _what(g: Graph, event: int) -> str:
         part = " (write)"
     elif event in g.rmw:
         part = " (read)"
-    return instruction_text(e.source) + part
+    return instruction_text(e.source) + part + (f" [PTX line {e.line}]" if e.line else "")
 
 
 @dataclass

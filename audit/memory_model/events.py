@@ -115,7 +115,7 @@ class Event:
     the program order; `issue` is then the number of events of the thread that precede its instruction, and `index`
     still tells it apart. `depends` holds the reads that it depends on through registers, and `partner` the index of
     the read of the atomic whose write this is. `resource` names a barrier; `completes` are the indices of the
-    asynchronous events that this event has waited for.
+    asynchronous events that this event has waited for. `line` is the line in the PTX text that it was lifted from.
     """
 
     thread: int
@@ -138,6 +138,7 @@ class Event:
     tx: int = 0
     parity: int = 0
     completes: tuple[int, ...] = ()
+    line: int = 0
 
     @property
     def is_memory(self) -> bool:
@@ -311,6 +312,8 @@ class _Unfolder:
     def _add(self, state: _State, kind: Kind, source: Instruction, **what: Any) -> int:
         index = len(state.events)
         what["depends"] = state.control | reads_of(what.get("value", 0))
+        if self.source.lines:
+            what["line"] = self.source.lines[state.pc - 1]
         state.events.append(Event(self.thread, index, kind, source, self.source.place, **what))
         return index
 

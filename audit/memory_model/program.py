@@ -282,12 +282,14 @@ Instruction = (
 
 @dataclass(frozen=True)
 class Thread:
-    """One thread. `registers` holds the initial values that are not 0."""
+    """One thread. `registers` holds the initial values that are not 0; `lines`, if any, the line of each
+    instruction in the PTX that it was lifted from."""
 
     name: str
     place: Place
     body: tuple[Instruction, ...]
     registers: Mapping[str, int] = field(default_factory=dict)
+    lines: tuple[int, ...] = ()
 
 
 # Values and arithmetic: 64-bit two's complement, as a register of type .s64.
