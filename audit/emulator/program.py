@@ -17,6 +17,7 @@ from ..ptx.ir import Addr, Function, Imm, Instruction, Module, Not, Operand, Reg
 from . import memory as mem
 from .errors import Fault, Unsupported
 from .memory import Buffer, Memory
+from .modifiers import unknown
 from .values import SINT, UINT, Array
 
 if TYPE_CHECKING:
@@ -478,6 +479,9 @@ class Program:
                 decode = OPS.get(d.ins.opcode)
                 if decode is None:
                     raise d.fail()
+                strange = unknown(d.ins.opcode, d.mods, WIDTH)
+                if strange:
+                    raise d.fail(f"modifier .{strange}")
                 try:
                     step = decode(d)
                 except (KeyError, IndexError, StopIteration, AttributeError, AssertionError, TypeError) as e:

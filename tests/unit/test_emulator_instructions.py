@@ -678,6 +678,9 @@ def test_block_scale_formats() -> None:
         "wgmma.fence.sync.aligned;",
         "add.cc.u32 r, r, r; addc.u32 r, r, r;",
         "tcgen05.wait::ld.sync.aligned;",
+        "add.surprising.u32 r, r, r;",
+        "ld.mmio.relaxed.sys.global.u32 r, [w];",
+        "cvt.rs.relu.bf16x2.f32 r, r, r, r;",
         "multimem.red.relaxed.sys.global.add.u32 [w], r;",
     ],
 )
