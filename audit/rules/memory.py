@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..ptx.effects import Access, Effect, Kind, defined, used
+from ..ptx.ir import Instruction
 from ..ptx.provenance import may_overlap
 from ..subject import Subject
 
@@ -89,15 +90,28 @@ def looked_at(s: Subject, i: int) -> bool:
 
 def deciding(s: Subject) -> set[int]:
     """All values on which some branch depends, directly or through computation. Made once per subject."""
-    found: set[int] | None = s.__dict__.get("_deciding")
+    return _slice(s, "_deciding", lambda ins: ins.opcode in ("bra", "brx", "exit", "ret", "trap"))
+
+
+def live(s: Subject) -> set[int]:
+    """All values that matter: to a branch, or to an instruction that does more than compute. Made once per subject."""
+    quiet = (Kind.COMPUTE, Kind.WARP)
+    return _slice(s, "_live", lambda ins: s.effects[ins.index].kind not in quiet)
+
+
+def _slice(s: Subject, name: str, matters: Callable[[Instruction], bool]) -> set[int]:
+    """Values that the instructions that matter read, and all values from which those are computed."""
+    found: set[int] | None = s.__dict__.get(name)
     if found is None:
         found = set()
-        work = []
-        for b in s.cfg.reachable - {s.cfg.exit}:
-            last = s.cfg.terminator(b)
-            if last is not None and last.pred is not None:
-                work.append(s.ssa.read(last.index, last.pred[0]))
         registers = s.function.registers
+        work = [
+            s.ssa.read(ins.index, r)
+            for ins in s.body
+            if s.cfg.block_of[ins.index] in s.cfg.reachable and matters(ins)
+            for r in used(ins)
+            if r in registers
+        ]
         while work:
             v = work.pop()
             if v in found:
@@ -107,7 +121,7 @@ def deciding(s: Subject) -> set[int]:
             work.extend(i for _, i in value.inputs)
             if value.index >= 0:
                 work.extend(s.ssa.read(value.index, r) for r in used(s.body[value.index]) if r in registers)
-        s.__dict__["_deciding"] = found
+        s.__dict__[name] = found
     return found
 
 

@@ -12,7 +12,7 @@ from ..ptx.effects import Access, Kind, defined, used
 from ..ptx.provenance import Base
 from ..subject import Subject
 from .base import Mutation, Rule, snippet
-from .memory import narrow
+from .memory import live, narrow
 
 _SPACES = ("global", "shared::cta", "shared::cluster", "generic")
 
@@ -85,14 +85,13 @@ def check(s: Subject) -> Iterator[Finding]:
 
 def _unread(s: Subject) -> Iterator[Finding]:
     """A strong load whose value nobody uses: an acquire counts only if the value that was waited for was seen."""
-    used_values = {s.ssa.read(i.index, r) for i in s.body for r in used(i) if r in s.function.registers}
-    used_values |= {i for value in s.ssa.values for _, i in value.inputs}
+    needed = live(s)
     for i in s.find(Kind.LOAD):
         a = s.effects[i].accesses[0] if s.effects[i].accesses else None
         if a is None or a.sem in ("weak", "") or a.space not in _SPACES:
             continue
         results = [s.ssa.written(i, r) for r in defined(s.body[i])]
-        if all(v not in used_values for v in results):
+        if all(v not in needed for v in results):
             yield s.finding(
                 "R07",
                 Severity.ERROR,

@@ -13,6 +13,7 @@ from .memory import async_shared_reads, generic_shared, looked_at, one_place, wa
 
 
 def check(s: Subject) -> Iterator[Finding]:
+    yield from _ignored(s)
     reads = [(r, a) for r, a in generic_shared(s, writes=False) if not a.asynchronous] + list(
         async_shared_reads(s)
     )
