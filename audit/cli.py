@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .contracts import Promise
+    from .frontend import Unit
     from .scan import KernelReport
 
 EXIT = {
@@ -302,14 +303,31 @@ def _scan_path(path: str, promised: Sequence[Promise], texts: dict[str, str]) ->
             return [_unreadable(name, "neither a file nor a folder (write what comes from a pipe to a file)")]
         reports: list[KernelReport] = []
         for unit in load(Path(path)):
+            if not unit.ptx:
+                reports.append(_machine_code_only(unit))
+                continue
             texts[unit.file] = unit.ptx
             found = [*promised, *contracts.beside(Path(path)), *contracts.beside(Path(unit.file))]
-            reports += contracts.scan(unit.ptx, unit.file, found, unit.sass)
+            reports += contracts.scan(unit.ptx, unit.file, found, unit.sass or "")
         return reports or [
             _unreadable(name, "no kernel in it (give PTX, a cubin, a fatbin or a library with them)")
         ]
     except Exception as e:
         return [_unreadable(name, reason(e))]
+
+
+def _machine_code_only(unit: Unit) -> KernelReport:
+    from .scan import KernelReport
+
+    finding = Finding(
+        "input",
+        Severity.WARNING,
+        Verdict.INCONCLUSIVE,
+        unit.name,
+        "only machine code is here: scopes, proxies and some fences leave no trace in it",
+        settle="the PTX that it was assembled from: beside the cubin under the same name, or inside the library",
+    )
+    return KernelReport(unit.name, unit.file, unit.arch, Verdict.INCONCLUSIVE, (finding,), (), ())
 
 
 def _unreadable(file: str, message: str) -> KernelReport:

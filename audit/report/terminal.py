@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..findings import Finding, Verdict
+from ..rules.base import rules as known_rules
 
 if TYPE_CHECKING:
     from ..evidence import Lock
@@ -60,7 +61,8 @@ def _finding(console: Console, report: KernelReport, finding: Finding) -> None:
     ):
         if text:
             _say(console, f"    {label}: {text}")
-    _say(console, f"    k3-audit explain {finding.rule}    fingerprint {finding.fingerprint}", "dim")
+    more = f"k3-audit explain {finding.rule}    " if finding.rule in known_rules() else ""
+    _say(console, f"    {more}fingerprint {finding.fingerprint}", "dim")
 
 
 def scan(console: Console, reports: Sequence[KernelReport]) -> None:

@@ -119,6 +119,17 @@ def test_an_unknown_instruction_is_inconclusive(tmp_path: Path, capsys) -> None:
     assert code == ExitCode.INCONCLUSIVE and "frobnicate" in out and "1 inconclusive" in out
 
 
+def test_machine_code_alone_is_inconclusive_and_with_its_ptx_it_is_audited(ptx: Path, capsys) -> None:
+    from k3_audit.artifact.toolchain import assemble
+
+    cubin = ptx.with_suffix(".cubin")
+    cubin.write_bytes(assemble(CLEAN, "sm_90a"))
+    code, out, err = run(capsys, "scan", cubin)
+    assert (code, err) == (ExitCode.INCONCLUSIVE, "") and "only machine code is here" in out
+    code, out, _ = run(capsys, "scan", ptx.parent, "--format", "json")
+    assert code == ExitCode.CLEAN and [k["file"] for k in json.loads(out)["kernels"]] == [str(ptx)]
+
+
 def test_one_unreadable_file_does_not_hide_the_others(ptx: Path, tmp_path: Path, capsys) -> None:
     code, out, err = run(capsys, "scan", ptx, tmp_path / "absent.ptx", "--format", "json")
     data = json.loads(out)
