@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .events import Kind
-from .graph import Frame, Graph
+from .frames import Frame
+from .graph import Graph
 from .program import Proxy, Scope
 from .relation import Relation, bits, empty, is_acyclic, is_irreflexive, mask, pairs
 

@@ -86,38 +86,40 @@ def model(
       k3-audit model tests/corpus/litmus/*.litmus --engine both
       k3-audit model attn_res --handoff partial_sums
     """
-    if handoff is None:
-        programs, bounds = [(name, _read(Path(name))) for name in subjects], ()
-    elif len(subjects) == 1:
+    if handoff is not None and len(subjects) > 1:
+        raise click.UsageError("--handoff takes one kernel")
+    if picture is not None and len(subjects) > 1:
+        raise click.UsageError("--svg draws one program: give one file")
+    if handoff is not None:
         programs, bounds = _lift(subjects[0], handoff, contract, arch, numbers)
     else:
-        raise click.UsageError("--handoff takes one kernel")
-    if picture is not None and len(programs) > 1 and handoff is None:
-        raise click.UsageError("--svg draws one program: give one file")
+        programs, bounds = [(name, _read(Path(name))) for name in subjects], ()
     results = [(name, _check(name, program, engine, unroll)) for name, program in programs]
-    worst_first = sorted(results, key=lambda item: _SEVERITY.index(item[1].verdict))
+    overall = worst([r.verdict for _, r in results])
+    worst_result = next(r for _, r in results if r.verdict == overall)
     if picture is not None:
-        _draw(picture, *_picture(worst_first[0][1]))
+        _draw(picture, *_picture(worst_result))
     if form == "json":
         documents = [_document(name, r, *_picture(r)) for name, r in results]
-        whole: Any = documents[0] if len(documents) == 1 and handoff is None else documents
-        click.echo(json.dumps(whole if handoff is None else {"bounds": bounds, "programs": whole}, indent=2))
-    elif len(results) == 1:
-        click.echo(_report(results[0][1], *_picture(results[0][1])), nl=False)
-    else:
+        single = documents[0] if len(documents) == 1 else documents
+        _emit_json(single if handoff is None else {"bounds": bounds, "programs": documents})
+        return EXIT[overall]
+    if len(results) > 1:
         for name, r in results:
             click.echo(f"{r.verdict!s:12} {_answer(r):10} {name}")
         click.echo(_summary([r.verdict for _, r in results]))
-        first = worst_first[0][1]
-        if handoff is not None and first.verdict != Verdict.CLEAN:
-            click.echo("\n" + _report(first, *_picture(first)), nl=False)
-    if form != "json":
-        for line in bounds:
-            click.echo(f"  {line}")
-    return EXIT[worst([r.verdict for _, r in results])]
+    if len(results) == 1 or (handoff is not None and overall != Verdict.CLEAN):
+        click.echo(_report(worst_result, *_picture(worst_result)), nl=False)
+    for line in bounds:
+        click.echo(f"  {line}")
+    return EXIT[overall]
 
 
-_SEVERITY = (Verdict.ERROR, Verdict.FINDING, Verdict.INCONCLUSIVE, Verdict.CLEAN)
+def _emit_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2))
+
+
+Named = list[tuple[str, Program]]
 
 
 def _read(file: Path) -> Program:
@@ -129,7 +131,7 @@ def _read(file: Path) -> Program:
 
 def _lift(
     kernel: str, handoff: str, contract: Path | None, arch: str, numbers: Sequence[str]
-) -> tuple[list[tuple[str, Program]], tuple[str, ...]]:
+) -> tuple[Named, tuple[str, ...]]:
     """The programs of a handoff, and what they cover. `kernel` is a PTX file, or the name of a kernel of ours."""
     from k3_audit.artifact import Contract
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 from textwrap import wrap
 
 from . import axioms
-from .events import Kind, ReadOf
+from .events import Kind, ReadOf, evaluate
 from .execution import Execution
 from .explain import direct_order, shortest_path
-from .graph import Graph, evaluate
+from .graph import Graph
 from .litmus import instruction_text, place_text
 from .program import Place
 from .relation import bits, closure, is_irreflexive, pairs
@@ -135,7 +135,7 @@ def reason(x: Execution, axiom: str, events: tuple[int, ...], names: Mapping[int
                 f"which precedes {n[0]} in coherence order"
             )
         case "Causality", 2:
-            via = _route(x, *events, names)
+            via = _route(x, events[0], events[1], names)
             return f"{n[0]} precedes {n[1]} in causality order{via}, so it may not return its value"
         case "Coherence", 2:
             return f"{n[0]} precedes {n[1]} in causality order, but not in coherence order"

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from . import axioms
-from .events import ReadOf
+from .events import ReadOf, evaluate
 from .execution import Execution, Outcome, value_of
-from .graph import Frame, Graph, evaluate
+from .frames import Frame, frames
+from .graph import Graph
 from .program import COMPARISONS, Program, Variable
 from .relation import Relation, add_edge, bits, empty, is_irreflexive
 
@@ -40,7 +41,7 @@ def outcomes(program: Program, graphs: Iterator[Graph], budget: Budget) -> dict[
     """Every allowed outcome of `program`, each with one execution that shows it."""
     found: dict[Outcome, Execution] = {}
     for graph in graphs:
-        for frame in graph.frames():
+        for frame in frames(graph):
             _Search(program, graph, frame, found, budget).run()
     return found
 

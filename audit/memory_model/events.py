@@ -12,7 +12,7 @@ that spins on a flag needs no bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -86,6 +86,20 @@ def reads_of(value: Value) -> frozenset[ReadOf]:
     if isinstance(value, Apply):
         return reads_of(value.a) | reads_of(value.b)
     return frozenset((value,)) if isinstance(value, ReadOf) else frozenset()
+
+
+def evaluate(value: Value, of_read: Callable[[ReadOf], int | None]) -> int | None:
+    """An expression under `of_read(ReadOf) -> int | None`; None where a read is not known yet."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, ReadOf):
+        return of_read(value)
+    a, b = evaluate(value.a, of_read), evaluate(value.b, of_read)
+    if a is None or b is None:
+        return None
+    result = apply(value.op, a, b)
+    assert isinstance(result, int)
+    return result
 
 
 class Kind(StrEnum):
@@ -424,7 +438,7 @@ class _Unfolder:
     def _asynchronous(self, state: _State, x: AsyncStore | BulkCopy) -> None:
         state.operations += 1
         issue = len(state.events)
-        part = {"operation": state.operations, "issue": issue}
+        part: dict[str, Any] = {"operation": state.operations, "issue": issue}
         moved = []
         if isinstance(x, AsyncStore):
             # A weak store; the ISA does not list st.async among the operations of the async proxy.

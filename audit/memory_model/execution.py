@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from . import axioms
-from .events import Kind, ReadOf
-from .graph import Frame, Graph, evaluate
+from .events import Kind, ReadOf, evaluate
+from .frames import Frame
+from .graph import Graph
 from .program import Condition, Variable, holds
 from .relation import Relation, pairs
 

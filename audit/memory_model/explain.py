@@ -9,9 +9,10 @@ from itertools import pairwise, product
 
 from . import axioms
 from .enumerator import Budget, BudgetExceeded, final_writes, forced_coherence, orders
-from .events import ReadOf
+from .events import ReadOf, evaluate
 from .execution import Execution, Outcome, value_of
-from .graph import Frame, Graph, evaluate
+from .frames import Frame, frames
+from .graph import Graph
 from .program import COMPARISONS, Condition, Program
 from .relation import Relation, bits, closure, is_acyclic, is_irreflexive
 
@@ -33,7 +34,7 @@ def explain(
     budget = Budget(steps)
     try:
         for graph in graphs:
-            for frame in graph.frames():
+            for frame in frames(graph):
                 for found in _candidates(program, graph, frame, wanted, budget):
                     if best is None or len(found.broken) < len(best.broken):
                         best = found

@@ -1,23 +1,16 @@
-"""One choice of a path per thread: its events, numbered, and every relation that no choice of values can change.
-
-Barriers and mbarriers add a second choice, a `Frame`: which arrivals complete which phase, and which phase each wait
-has seen. Their sequential semantics (counts, transaction bytes, parity) decide which frames exist at all; that a
-frame does not contradict causality is checked later, by the engines.
-"""
+"""One choice of a path per thread: its events, numbered, and every relation that no choice of values can change."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import product
 
-from .events import Event, Kind, Path, ReadOf, Value
-from .program import Barrier, ClusterBarrier, ModelError, Place, Program, Proxy, Scope, Sem
-from .relation import Relation, closure, compose, empty, mask
+from .events import Event, Kind, Path, ReadOf
+from .program import ClusterBarrier, Place, Program, Proxy, Scope, Sem
+from .relation import Relation, empty, mask
 
-MAX_FRAMES = 20_000
+ClusterPhase = tuple[tuple[object, ...], int]
 
 
 class Graph:
@@ -211,7 +204,9 @@ class Graph:
         updates = self.of_kind(Kind.WRITE, Kind.MBARRIER_UPDATE)
         for w in updates:
             event = self.events[w]
-            if event.thread < 0:
+            # Only an arrival can be the write behind a fence; expect_tx and complete_tx order nothing (§9.7.13.15).
+            counts = event.kind == Kind.WRITE or bool(event.count)
+            if event.thread < 0 or not (counts or event.sem.releases):
                 continue
             if event.sem.releases:
                 rows[w] |= 1 << w
@@ -283,9 +278,10 @@ class Graph:
                                 rows[first] |= 1 << last
         return rows
 
-    def _phases_of_cluster(self) -> tuple[dict[object, list[int]], dict[object, list[int]]]:
-        arrivals: dict[object, list[int]] = defaultdict(list)
-        waits: dict[object, list[int]] = defaultdict(list)
+    def _phases_of_cluster(self) -> tuple[dict[ClusterPhase, list[int]], dict[ClusterPhase, list[int]]]:
+        """Arrivals and waits of each cluster and phase: the k-th of a thread belongs to phase k."""
+        arrivals: dict[ClusterPhase, list[int]] = defaultdict(list)
+        waits: dict[ClusterPhase, list[int]] = defaultdict(list)
         for order in self.sequence:
             counts: dict[Kind, int] = defaultdict(int)
             for i in order:
@@ -300,11 +296,11 @@ class Graph:
         """False when some thread waits for a phase that not all threads of its cluster, among those that use its
         barrier at all, arrive at."""
         arrivals, waits = self._phases_of_cluster()
-        members = defaultdict(set)
+        members: dict[object, set[int]] = defaultdict(set)
         for t, thread in enumerate(self.program.threads):
             if any(isinstance(x, ClusterBarrier) for x in thread.body):
                 members[_cluster(thread.place)].add(t)
-        for (cluster, phase), _ in waits.items():
+        for cluster, phase in waits:
             if {self.events[a].thread for a in arrivals.get((cluster, phase), ())} != members[cluster]:
                 return False
         return True
@@ -312,7 +308,7 @@ class Graph:
     def _releases_of_cluster_arrival(self, arrival: int) -> list[int]:
         if self.events[arrival].sem.releases:
             return [arrival]
-        out = []
+        out: list[int] = []
         pending: list[int] = []
         for i in self.sequence[self.events[arrival].thread]:
             e = self.events[i]
@@ -400,257 +396,11 @@ class Graph:
         generic = all(self.events[i].proxy == Proxy.GENERIC for i in accesses)
         return not generic or any(self.generic[i] != self.physical[i] for i in accesses)
 
-    # Frames.
-
-    def frames(self) -> Iterator[Frame]:
-        """Every way in which barriers and mbarriers may play out. None at all when a thread would wait for ever."""
-        if not self.cluster_barriers_complete():
-            return
-        parts = [*self._barrier_choices(), *self._mbarrier_choices()]
-        total = 1
-        for part in parts:
-            total *= len(part)
-        if total > MAX_FRAMES:
-            raise ModelError(
-                f"barriers may play out in {total} ways: more than {MAX_FRAMES}; use fewer phases or threads"
-            )
-        for chosen in product(*parts):
-            frame = Frame(self)
-            for phases, seen in chosen:
-                frame.phases |= phases
-                frame.seen |= seen
-            yield frame
-
-    def _barrier_choices(self) -> list[list[tuple[dict[int, int], dict[int, int]]]]:
-        arrivals: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        for i in self.of_kind(Kind.BARRIER_ARRIVE):
-            arrivals[self.events[i].resource].append(i)
-        out = []
-        for resource, members in arrivals.items():
-            count = self._participants(resource, members)
-            order = self.program_order
-            sums = _Counter(count, dict.fromkeys(members, (1, 0)))
-            choices = []
-            for phases, complete in sums.phases(members, self._before_in_thread):
-                waits = {
-                    i: phases[i]
-                    for i in members
-                    if i + 1 < self.n
-                    and self.events[i + 1].kind == Kind.BARRIER_WAIT
-                    and self.events[i + 1].thread == self.events[i].thread
-                }
-                blocked = {i for i in members if self._blocks(i)}
-                if any(p >= complete for p in waits.values()) or any(phases[i] < complete for i in blocked):
-                    continue
-                # After a wait, the thread's next arrival belongs to a later phase.
-                if any(
-                    order[i] >> j & 1 and phases[j] <= phases[i] for i in waits for j in members if i != j
-                ):
-                    continue
-                choices.append((phases | {i + 1: p for i, p in waits.items()}, {}))
-            out.append(choices)
-        return out
-
-    def _blocks(self, arrival: int) -> bool:
-        """True for the last event of a thread that never leaves its barrier."""
-        e = self.events[arrival]
-        return self.paths[e.thread].blocked and e.index == len(self.paths[e.thread].events) - 1
-
-    def _participants(self, resource: tuple[object, ...], members: list[int]) -> int:
-        counts = {self.events[i].count for i in members}
-        if len(counts) > 1:
-            raise ModelError(f"barrier {resource[5]} is used with different counts")
-        (count,) = counts
-        if count is not None:
-            return count
-        here = {self.events[i].thread for i in members}
-        place = self.events[members[0]].place
-        for t, thread in enumerate(self.program.threads):
-            for x in thread.body:
-                if isinstance(x, Barrier) and (x.instance, x.id) == resource[4:6]:
-                    here |= {t} if thread.place.same(place, Scope.CTA) else set()
-        return len(here)
-
-    def _mbarrier_choices(self) -> list[list[tuple[dict[int, int], dict[int, int]]]]:
-        updates: dict[str, list[int]] = defaultdict(list)
-        for i in self.of_kind(Kind.MBARRIER_UPDATE):
-            updates[self.events[i].address].append(i)
-        waits: dict[str, list[int]] = defaultdict(list)
-        for i in self.of_kind(Kind.MBARRIER_WAIT):
-            waits[self.events[i].address].append(i)
-        out = []
-        for barrier in sorted({*updates, *waits}):
-            members = updates[barrier]
-            sums = _Counter(
-                self._arrivals_expected(barrier),
-                {i: (self.events[i].count or 0, self.events[i].tx) for i in members},
-            )
-            choices = []
-            for phases, complete in sums.phases(members, self._before_in_thread):
-                choices += self._observations(waits[barrier], phases, complete)
-            out.append(choices)
-        return out
-
-    def _arrivals_expected(self, barrier: str) -> int:
-        inits = [
-            self.events[i] for i in self.of_kind(Kind.MBARRIER_INIT) if self.events[i].address == barrier
-        ]
-        if len(inits) + (barrier in self.program.mbarriers) != 1:
-            raise ModelError(f"mbarrier {barrier} must be initialised exactly once")
-        return inits[0].count or 0 if inits else self.program.mbarriers[barrier]
-
-    def _before_in_thread(self, i: int, j: int) -> bool:
+    def before_in_thread(self, i: int, j: int) -> bool:
+        """Whether one thread's instructions put event i before event j."""
         return bool((self.program_order[i] | self.issued_after[i]) >> j & 1)
-
-    def _observations(
-        self, waits: list[int], phases: dict[int, int], complete: int
-    ) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
-        """Which number of completed phases each wait may have seen."""
-        options = []
-        for w in waits:
-            least = max((p for i, p in phases.items() if self.program_order[i] >> w & 1), default=0)
-            most = min((p for i, p in phases.items() if self._before_in_thread(w, i)), default=complete)
-            options.append([(w, c) for c in range(least, min(most, complete) + 1)])
-        for chosen in product(*options):
-            yield phases, dict(chosen)
-
-    # Values.
-
-    def value_of_wait(self, wait: int, seen: int) -> int:
-        """What test_wait.parity returns when `seen` phases had completed: 1 if the current one has other parity."""
-        return int(seen % 2 != self.events[wait].parity % 2)
 
 
 def _cluster(place: Place) -> tuple[object, ...]:
     alone = place.cta if place.cluster is None else None
     return (place.gpu, place.grid, place.cluster, alone)
-
-
-@dataclass
-class _Counter:
-    """The counting rule of a barrier: a phase completes when its arrivals are in and its transactions balance."""
-
-    count: int
-    steps: Mapping[int, tuple[int, int]]  # event -> (arrivals, transaction bytes expected minus completed)
-
-    def phases(self, members, before) -> list[tuple[dict[int, int], int]]:
-        """All distinct assignments of events to phases, with the number of phases that complete.
-
-        `before(i, j)`: event i must come before event j. An arrival beyond the expected count is an error of the
-        program and ends that way.
-        """
-        if not members:
-            return [({}, 0)]
-        earlier = {j: [i for i in members if i != j and before(i, j)] for j in members}
-        seen = set()
-        results: dict[tuple[tuple[int, int], ...], int] = {}
-        work: list[tuple[tuple[tuple[int, int], ...], int, int, int]] = [((), 0, self.count, 0)]
-        while work:
-            done, phase, pending, tx = work.pop()
-            if (done, phase, pending, tx) in seen:
-                continue
-            seen.add((done, phase, pending, tx))
-            if len(done) == len(members):
-                results[done] = phase
-                continue
-            assigned = dict(done)
-            for j in members:
-                if j in assigned or any(i not in assigned for i in earlier[j]):
-                    continue
-                arrivals, delta = self.steps[j]
-                left, bytes_left = pending - arrivals, tx + delta
-                if left < 0:
-                    continue
-                now = tuple(sorted((*done, (j, phase))))
-                if left == 0 and bytes_left == 0:
-                    work.append((now, phase + 1, self.count, 0))
-                else:
-                    work.append((now, phase, left, bytes_left))
-        return [(dict(done), complete) for done, complete in results.items()]
-
-
-@dataclass
-class Frame:
-    """One way in which the barriers of a graph play out.
-
-    `phases` maps each arrival or update, and each `bar.sync` wait, to the phase that it belongs to; `seen` maps each
-    mbarrier wait to the number of phases that it has seen complete.
-    """
-
-    graph: Graph
-    phases: dict[int, int] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
-
-    @cached_property
-    def order(self) -> Relation:
-        """Base causality order so far, closed: the static part and what barriers and mbarriers synchronize."""
-        rows = list(self.graph.static_order)
-        for extra in (self.barriers, self.mbarriers):
-            for i, row in enumerate(extra):
-                rows[i] |= row
-        return closure(rows)
-
-    @cached_property
-    def barriers(self) -> Relation:
-        """§8.9.4: bar.{sync,arrive} synchronizes with bar.sync on the same barrier, phase by phase."""
-        g = self.graph
-        rows = empty(g.n)
-        for w in g.of_kind(Kind.BARRIER_WAIT):
-            for a in g.of_kind(Kind.BARRIER_ARRIVE):
-                same = g.events[a].resource == g.events[w].resource
-                if same and self.phases[a] == self.phases[w]:
-                    rows[a] |= 1 << w
-        return rows
-
-    @cached_property
-    def mbarriers(self) -> Relation:
-        """A release pattern that contributes to a phase synchronizes with an acquire pattern whose wait has seen that
-        phase complete, if the first operation of one and the last of the other are morally strong."""
-        g = self.graph
-        contributes, observes = empty(g.n), empty(g.n)
-        for w, seen in self.seen.items():
-            for u in g.of_kind(Kind.MBARRIER_UPDATE):
-                if g.events[u].address == g.events[w].address and self.phases[u] == seen - 1:
-                    contributes[u] |= 1 << w
-        for i in g.of_kind(Kind.MBARRIER_WAIT):
-            observes[i] = g.acquire_patterns[i]
-        reached = compose(compose(g.release_patterns, contributes), observes)
-        return [row & strong for row, strong in zip(reached, g.morally_strong, strict=True)]
-
-    @cached_property
-    def sequential(self) -> list[tuple[int, int]]:
-        """Pairs (a, b) such that a may not precede b in base causality order: their phases say the opposite."""
-        g = self.graph
-        out = []
-        stamps: dict[object, list[tuple[int, int, bool]]] = defaultdict(list)
-        for i, phase in self.phases.items():
-            e = g.events[i]
-            stamps[e.resource or e.address].append((i, phase, False))
-        for i, seen in self.seen.items():
-            stamps[g.events[i].address].append((i, seen, True))
-        for members in stamps.values():
-            for a, at_a, _ in members:
-                for b, at_b, _ in members:
-                    if a != b and at_a > at_b:
-                        out.append((a, b))
-        return out
-
-    def known(self, event: int) -> int | None:
-        """The value of a read that the frame decides: that of an mbarrier wait."""
-        return self.graph.value_of_wait(event, self.seen[event]) if event in self.seen else None
-
-
-def evaluate(value: Value, of_read) -> int | None:
-    """An expression under `of_read(ReadOf) -> int | None`; None where a read is not known yet."""
-    from .events import apply
-
-    if isinstance(value, int):
-        return value
-    if isinstance(value, ReadOf):
-        return of_read(value)
-    a, b = evaluate(value.a, of_read), evaluate(value.b, of_read)
-    if a is None or b is None:
-        return None
-    result = apply(value.op, a, b)
-    assert isinstance(result, int)
-    return result

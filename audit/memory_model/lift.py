@@ -358,8 +358,10 @@ def _instruction(step: Step, view: _View, number: int) -> Instruction | None:
             # A fence that covers only some objects is left out.
             return Fence(Sem(what.sem), Scope[what.scope.upper()]) if not what.restrict else None
         case Kind.PROXY_FENCE:
+            # One-directional forms, and those of another state space than the data's, are left out.
+            covers = not what.space or (view.data is not None and what.space.startswith(view.data.space))
             whole = what.proxy in ("async", "alias") and not what.sem and not what.restrict
-            return ProxyFence(Proxy(what.proxy)) if whole and not what.space else None
+            return ProxyFence(Proxy(what.proxy)) if whole and covers else None
         case Kind.GRID_DEPENDENCY:
             return GridWait() if what.op == "wait" else GridTrigger()
         case Kind.MBARRIER:

@@ -331,6 +331,7 @@ def _operand(text: str) -> Operand:
 def _strong(t: _Text) -> tuple[Sem, Scope]:
     """Semantics and scope of a load or store: weak unless said; `.volatile` and `.mmio` are relaxed.sys (§8.4)."""
     if t.take("volatile", "mmio"):
+        t.take("relaxed"), t.take("sys")  # .mmio is written with them
         return Sem.RELAXED, Scope.SYS
     if t.take("nc"):
         raise LitmusError("ld.global.nc is outside the memory consistency model")
@@ -397,6 +398,8 @@ def _fence(_: str, t: _Text) -> Instruction:
         kind = t.take(*(p.value for p in Proxy))
         if not kind:
             raise LitmusError("the proxy is alias, async, constant, generic, surface or texture")
+        if t.mods:
+            raise LitmusError(f".{t.mods[0]}: a proxy fence of some state space only is not modelled")
         return ProxyFence(Proxy(kind))
     if t.take("mbarrier_init"):
         if (t.sem(), t.scope()) != (Sem.RELEASE, Scope.CLUSTER):
@@ -420,19 +423,18 @@ def _barrier(name: str, t: _Text) -> Instruction:
         arrive = t.take("arrive", "wait") == "arrive"
         return ClusterBarrier(arrive, t.sem(Sem.RELEASE if arrive else Sem.ACQUIRE))
     dialect = bool(t.take("cta")) and name == "bar"
-    arrive = t.take("arrive", "sync")
-    if not arrive:
+    operation = t.take("arrive", "sync")
+    if not operation:
         raise LitmusError("the barrier operation is sync or arrive")
+    arrive = operation == "arrive"
     operands = t.operands
     if dialect and len(operands) in (2, 3):
         instance, identity, *count = operands
-        return Barrier(
-            arrive == "arrive", _operand(identity), _number(count[0]) if count else None, _number(instance)
-        )
+        return Barrier(arrive, _operand(identity), _number(count[0]) if count else None, _number(instance))
     if not 1 <= len(operands) <= 2:
         raise LitmusError("a barrier has an id, and may have a count")
     count_of = _number(operands[1]) if len(operands) == 2 else None
-    return Barrier(arrive == "arrive", _operand(operands[0]), count_of)
+    return Barrier(arrive, _operand(operands[0]), count_of)
 
 
 def _mbarrier(_: str, t: _Text) -> Instruction:
@@ -680,7 +682,7 @@ def instruction_text(x: Instruction) -> str:
         case GridTrigger():
             return "griddepcontrol.launch_dependents"
         case Local():
-            operands = x.register, str(x.a), *([] if x.op == "mov" else [str(x.b)])
+            operands = [x.register, str(x.a), *([] if x.op == "mov" else [str(x.b)])]
             return f"{x.op} {', '.join(operands)}"
         case Branch():
             if x.comparison is None:

@@ -15,14 +15,15 @@ from typing import Any
 
 from .events import Apply, Kind, ReadOf, Value
 from .execution import Execution, Outcome
-from .graph import Frame, Graph
+from .frames import Frame, frames
+from .graph import Graph
 from .program import ModelError, Program, Proxy, Scope, Variable
 from .relation import Relation, bits, closure, empty, pairs
 
 try:
     import z3
 except ImportError:  # pragma: no cover - depends on the installation
-    z3 = None  # type: ignore[assignment]
+    z3 = None
 
 _WORD = 64
 _TIMEOUT_MS = 60_000
@@ -38,7 +39,7 @@ def outcomes(program: Program, graphs: Iterable[Graph]) -> dict[Outcome, Executi
         raise ModelError("the solver needs z3 (pip install z3-solver), or use --engine enumerate")
     found: dict[Outcome, Execution] = {}
     for graph in graphs:
-        for frame in graph.frames():
+        for frame in frames(graph):
             for execution in _Encoding(program, graph, frame).solve(found):
                 found[execution.outcome] = execution
     return found
@@ -102,8 +103,9 @@ class _Encoding:
             return z3.BitVecVal(value, _WORD)
         if isinstance(value, ReadOf):
             event = self.g.resolve(value)
-            known = self.frame.known(event)
-            return self.value[event] if known is None else z3.BitVecVal(known, _WORD)
+            if self.g.events[event].kind == Kind.MBARRIER_WAIT:
+                return z3.BitVecVal(self.frame.known(event), _WORD)
+            return self.value[event]
         assert isinstance(value, Apply)
         return _arithmetic(value.op, self._expression(value.a), self._expression(value.b))
 
