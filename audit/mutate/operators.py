@@ -351,6 +351,8 @@ def _swappable(a: Unit, b: Unit) -> bool:
         return False
     if any(u.effect.restrict == "mbarrier_init" for u in (a, b)):
         return a.effect.op == "init" or Kind.CLUSTER_BARRIER in kinds
+    if Kind.MBARRIER in kinds and any(u.effect.proxy == "tensormap" for u in (a, b)):
+        return False  # they speak of different memory
     fences = (Kind.FENCE, Kind.PROXY_FENCE, Kind.BARRIER, Kind.WARP_BARRIER)
     if is_signal(a) and is_wait(b) and not kinds & set(fences):
         return False
