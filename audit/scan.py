@@ -69,7 +69,7 @@ def audit(subject: Subject, file: str = "") -> KernelReport:
     """Run all rules on one kernel."""
     findings: list[Finding] = []
     for rule in rules().values():
-        if rule.language == "ptx":
+        if rule.language in ("ptx", "sass"):
             findings += rule.check(subject)
     unknown = tuple(f"line {line}: {text}" for line, text in unread(subject))
     order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
@@ -78,6 +78,30 @@ def audit(subject: Subject, file: str = "") -> KernelReport:
     return KernelReport(
         subject.kernel, file, subject.arch, verdict, tuple(findings), tuple(skeleton(subject)), unknown
     )
+
+
+def sass_only(sass: str, file: str, arch: str) -> list[KernelReport]:
+    """One *inconclusive* report per kernel of a listing that no PTX stands beside. Raises SassError for no listing.
+
+    Machine code does not say what order was asked for: `.relaxed` and `.release` at CTA scope, most tcgen05 fences and
+    the publication of an mbarrier look alike or leave no instruction.
+    """
+    from .sass.parser import parse as parse_sass
+
+    message = "only machine code is here, and the order that was asked for cannot be read from it"
+    settle = f"the PTX that it was assembled from, beside it with the same name ({file.removesuffix('.cubin')}.ptx)"
+    finding = {
+        "severity": Severity.WARNING,
+        "verdict": Verdict.INCONCLUSIVE,
+        "message": message,
+        "settle": settle,
+    }
+    return [
+        KernelReport(
+            name, file, arch, Verdict.INCONCLUSIVE, (Finding("R00", kernel=name, **finding),), (), ()
+        )
+        for name in parse_sass(sass)
+    ]
 
 
 def unread(subject: Subject) -> list[tuple[int, str]]:
@@ -105,4 +129,4 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-__all__ = ["KernelReport", "PtxError", "audit", "scan_ptx"]
+__all__ = ["KernelReport", "PtxError", "audit", "sass_only", "scan_ptx"]

@@ -31,10 +31,10 @@ class Mutation:
 class Rule:
     """One rule: what `k3-audit explain ID` prints, and the function that checks a subject.
 
-    `meaning` is one paragraph; `failing` and `passing` are whole texts (PTX, or Python for DSL rules);
-    `language` says which; `contract`, for rules that need one, is the contract that both snippets are
-    audited with, as the dictionary that :meth:`Contract.from_dict` takes; `needs` names what a clean
-    verdict depends on.
+    `meaning` is one paragraph; `failing` and `passing` are whole texts; `language` says of what: "ptx", "sass" (PTX
+    with its disassembly behind it; checked where there is machine code), "python" (source of DSL kernels).
+    `contract`, for rules that need one, is the contract that both snippets are audited with, as the dictionary
+    that :meth:`Contract.from_dict` takes.
     """
 
     id: str

@@ -9,6 +9,7 @@ from k3_audit.artifact.contract import Contract
 from k3_audit.artifact.toolchain import assemble
 from k3_audit.audit.findings import Finding, Severity, Verdict
 from k3_audit.audit.rules.base import Rule, rules
+from k3_audit.audit.rules.r25_sass_conformance import subject_of
 from k3_audit.audit.scan import scan_ptx
 
 pytestmark = pytest.mark.unit
@@ -18,6 +19,8 @@ MUTATIONS = [(rule, m) for rule in RULES for m in rule.mutations]
 
 
 def findings(rule: Rule, text: str) -> list[Finding]:
+    if rule.language == "sass":
+        return list(rule.check(subject_of(text)))
     if rule.language != "ptx":
         return list(rule.check(text))
     contract = Contract.from_dict(rule.contract) if rule.contract else None
