@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -64,9 +65,15 @@ class Finding:
 
     @property
     def fingerprint(self) -> str:
-        """Stable under renumbered registers and moved lines: rule, kernel and the opcodes of the sites."""
-        opcodes = "|".join(f"{s.role}:{_opcode(s.text)}:{s.source}" for s in self.sites)
-        return hashlib.sha256(f"{self.rule}|{self.kernel}|{opcodes}|{self.missing}".encode()).hexdigest()[:16]
+        """Stable under renumbered registers and moved lines: rule, kernel, message, opcodes and files of the sites."""
+        sites = "|".join(f"{s.role}:{_opcode(s.text)}:{s.source.rpartition(':')[0]}" for s in self.sites)
+        said = _UNSTABLE.sub("", f"{self.message}|{self.missing}")
+        whole = f"{self.rule}|{self.kernel}|{said}|{sites}"
+        return hashlib.sha256(whole.encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+# Line numbers and registers inside a message.
+_UNSTABLE = re.compile(r"\blines? \d+|%\w+")
 
 
 def _opcode(text: str) -> str:
