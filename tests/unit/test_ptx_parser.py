@@ -310,6 +310,6 @@ def test_bytes_raise_only_ptx_error(data):
 def test_twenty_thousand_lines_in_two_seconds():
     line = "fma.rn.f32 %f1, %f2, %f3, %f4;\nld.global.v4.b32 {%r1,%r2,%r3,%r4}, [%rd1+16];"
     text = body(*[line] * 10_000)
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(parse(text).functions["k"].body) == 20_001
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
