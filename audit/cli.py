@@ -307,7 +307,7 @@ def _scan_path(path: str, promised: Sequence[Promise], texts: dict[str, str]) ->
                 reports.append(_machine_code_only(unit))
                 continue
             texts[unit.file] = unit.ptx
-            found = [*promised, *contracts.beside(Path(path)), *contracts.beside(Path(unit.file))]
+            found = [*promised, *(contracts.beside(Path(path)) or contracts.beside(Path(unit.file)))]
             reports += contracts.scan(unit.ptx, unit.file, found, unit.sass or "")
         return reports or [
             _unreadable(name, "no kernel in it (give PTX, a cubin, a fatbin or a library with them)")

@@ -93,8 +93,8 @@ def _of_code(path: Path) -> Iterator[Build]:
 
     for unit in load(path):
         if unit.ptx:
-            promises = [*beside(path), *beside(Path(unit.file))]
-            promise = choose(promises, "", only=True) if len(promises) == 1 else None
+            promises = beside(path) or beside(Path(unit.file))
+            promise = choose(promises, "", only=True)
             yield from _of_ptx(unit.ptx, promise.contract if promise else None)
         elif unit.sass:
             yield from _of_sass(unit.sass)
@@ -124,7 +124,7 @@ _SASS = re.compile(
 def _of_sass(listing: str) -> Iterator[Build]:
     from .sass.parser import parse
 
-    for function in parse(listing):
+    for function in parse(listing).values():
         lines = [i.name for i in function.body if _SASS.match(i.opcode) or "STRONG" in i.mods]
         yield Build(function.name, function.arch, tuple(lines), "SASS")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from k3_audit.artifact.contract import Contract, Role
-from k3_audit.audit import contracts, suppress
+from k3_audit.audit import cli, contracts, suppress
 from k3_audit.audit.contract_command import several
 from k3_audit.audit.contract_draft import draft
 from k3_audit.audit.contracts import ContractError
-from k3_audit.audit.findings import Verdict
+from k3_audit.audit.findings import ExitCode, Verdict
 from k3_audit.audit.policy import Policy
 from k3_audit.audit.ptx.parser import parse
 from k3_audit.audit.report import render_scan
@@ -319,3 +319,67 @@ def test_bad_suppressions_are_one_line(tmp_path, text, reason):
     with pytest.raises(suppress.SuppressError, match=reason) as e:
         suppress.load(file)
     assert "\n" not in str(e.value)
+
+
+# -- the command line -------------------------------------------------------------------------------------
+
+
+def k3(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = cli.run([str(a) for a in arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def ptx(tmp_path) -> Path:
+    file = tmp_path / "step.ptx"
+    file.write_text(STEP)
+    return file
+
+
+def test_draft_confirm_scan(ptx, capsys):
+    """From code without a contract to a clean verdict, by the commands alone."""
+    beside = ptx.with_name("step.contract.toml")
+    assert k3(capsys, "scan", ptx)[0] == ExitCode.INCONCLUSIVE
+    assert k3(capsys, "contract", "--infer", ptx, "-o", beside)[0] == ExitCode.CLEAN
+    code, out, _ = k3(capsys, "contract", beside)
+    assert code == ExitCode.INCONCLUSIVE and "the role of parameter 1 (x) is open (guessed: upstream)" in out
+    code, out, _ = k3(capsys, "scan", ptx, "--format", "json")
+    assert code == ExitCode.INCONCLUSIVE
+    assert "contract" in {f["rule"] for f in json.loads(out)["kernels"][0]["findings"]}
+    beside.write_text(confirmed(beside.read_text()))
+    assert k3(capsys, "contract", beside)[0] == ExitCode.CLEAN
+    assert k3(capsys, "scan", ptx)[0] == ExitCode.CLEAN
+
+
+def test_suppress_on_the_command_line(ptx, tmp_path, capsys):
+    _, out, _ = k3(capsys, "scan", ptx, "--format", "json")
+    found = json.loads(out)["kernels"][0]["findings"]
+    tables = "".join(
+        f'[[suppress]]\nrule = "{f["rule"]}"\nkernel = "kernel"\nfingerprint = "{f["fingerprint"]}"\n'
+        'reason = "the launch is in plain stream order"\nexpires = 9999-01-01\n'
+        for f in found
+    )
+    accepted_file = tmp_path / "accepted.toml"
+    accepted_file.write_text(tables)
+    code, out, err = k3(capsys, "scan", ptx, "--suppress", accepted_file)
+    assert code == ExitCode.CLEAN and out.count("the launch is in plain stream order") == len(found) > 0
+    assert err == ""
+    other = tmp_path / "other.ptx"
+    other.write_text(rules()["R22"].passing)
+    _, _, err = k3(capsys, "scan", other, "--suppress", accepted_file)
+    assert err.count("(matches nothing)") == len(found)
+
+
+def test_errors_are_one_line(ptx, tmp_path, capsys):
+    beside = ptx.with_name("step.contract.toml")
+    beside.write_text("kernel = 3\n")
+    for arguments in (
+        ("scan", ptx),
+        ("contract", beside),
+        ("contract", tmp_path / "none.toml"),
+        ("contract", "--infer", ptx, "--kernel", "nothing"),
+        ("scan", ptx, "--suppress", beside),
+    ):
+        code, _, err = k3(capsys, *arguments)
+        assert code == ExitCode.ERROR and err.count("\n") == 1 and "Traceback" not in err, (arguments, err)

@@ -173,3 +173,23 @@ def test_command(tmp_path, store):
     document = json.loads(text)
     assert code == 1 and document["changed"] is True
     assert document["kernels"][0]["changes"][0]["kind"] == "changed"
+
+
+def test_code_and_machine_code(tmp_path):
+    """PTX with its contract beside it has names for its parameters; a cubin is compared as machine code."""
+    from k3_audit.artifact.toolchain import assemble
+
+    text = rules()["R07"].passing
+    (tmp_path / "poll.ptx").write_text(text)
+    params = 'params = [{name = "ready", dtype = "i32", role = "flag"}]'
+    toml = f'kernel = "kernel"\nlaunch = {{block = [128, 1, 1]}}\n{params}\n'
+    ((_, plain),) = diff.read(tmp_path / "poll.ptx").items()
+    (tmp_path / "poll.contract.toml").write_text(toml)
+    ((_, named),) = diff.read(tmp_path / "poll.ptx").items()
+    assert "[p0]" in plain.skeleton[0] and "[ready]" in named.skeleton[0]
+    for name, form in (("a", text), ("b", text.replace("ld.acquire.gpu", "ld.relaxed.gpu"))):
+        (tmp_path / f"{name}.cubin").write_bytes(assemble(form, "sm_90a"))
+    old, new = (diff.read(tmp_path / f"{n}.cubin") for n in "ab")
+    assert {b.form for b in old.values()} == {"SASS"}
+    (kernel,) = compare(old, new)
+    assert [(c.kind, c.old) for c in kernel.changes] == [("gone", "CCTL.IVALL")]
