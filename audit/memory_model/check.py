@@ -11,11 +11,13 @@ from itertools import product
 from k3_audit.audit.findings import Verdict
 
 from . import axioms, enumerator
+from .draw import event_text
 from .events import Unfolded, unfold
-from .execution import Execution, Outcome, sort_outcomes
+from .execution import Behaviour, EarlyUse, Execution, Outcome, sort_outcomes
 from .explain import Forbidden, explain
 from .graph import Graph
-from .program import Logic, ModelError, Program, Quantifier
+from .litmus import instruction_text
+from .program import Instruction, Logic, ModelError, Program, Quantifier
 
 UNROLL = 2  # backward branches per label, for loops that are not mere spinning
 MAX_THREADS = 16
@@ -51,7 +53,8 @@ class Bounds:
 @dataclass
 class Result:
     """`allowed`: some execution ends in a state that satisfies the condition. `holds`: the quantified condition is
-    true. `witness` shows an execution that satisfies the condition (or, for `forall`, violates it), if there is one.
+    true. `races` are those of one execution per outcome; `faults` are uses of an mbarrier that some execution does
+    not order after its initialisation. `witness` shows an execution that satisfies the condition (or, for `forall`, violates it), if there is one.
     """
 
     program: Program
@@ -103,14 +106,14 @@ def check(program: Program, engine: Engine = Engine.AUTO, unroll: int = UNROLL, 
     if len(program.threads) > MAX_THREADS:
         raise ModelError(f"{len(program.threads)} threads: at most {MAX_THREADS} are a small program")
     unfolded = [unfold(program, t, unroll) for t in range(len(program.threads))]
-    executions, used = _run(program, unfolded, engine, steps)
+    behaviour, used = _run(program, unfolded, engine, steps)
     bounds = Bounds(
         len(program.threads),
         sum(max((len(p.events) for p in u.paths), default=0) for u in unfolded),
         unroll,
         tuple(t.name for t, u in zip(program.threads, unfolded, strict=True) if u.truncated),
     )
-    result = _judge(program, bounds, used, executions)
+    result = _judge(program, bounds, used, behaviour)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -121,13 +124,11 @@ def graphs(program: Program, unfolded: list[Unfolded]) -> Iterator[Graph]:
         yield Graph(program, paths)
 
 
-def _run(
-    program: Program, unfolded: list[Unfolded], engine: Engine, steps: int
-) -> tuple[dict[Outcome, Execution], str]:
+def _run(program: Program, unfolded: list[Unfolded], engine: Engine, steps: int) -> tuple[Behaviour, str]:
     if engine != Engine.SOLVE:
         try:
             budget = enumerator.Budget(steps)
-            return enumerator.outcomes(program, graphs(program, unfolded), budget), Engine.ENUMERATE
+            return enumerator.behaviour(program, graphs(program, unfolded), budget), Engine.ENUMERATE
         except enumerator.BudgetExceeded:
             if engine == Engine.ENUMERATE:
                 raise ModelError(
@@ -135,11 +136,13 @@ def _run(
                 ) from None
     from . import solver
 
-    return solver.outcomes(program, graphs(program, unfolded)), Engine.SOLVE
+    return solver.behaviour(program, graphs(program, unfolded)), Engine.SOLVE
 
 
-def _judge(program: Program, bounds: Bounds, engine: str, executions: dict[Outcome, Execution]) -> Result:
-    kept = {o: e for o, e in executions.items() if program.filter is None or o.satisfies(program.filter)}
+def _judge(program: Program, bounds: Bounds, engine: str, found: Behaviour) -> Result:
+    kept = {
+        o: e for o, e in found.executions.items() if program.filter is None or o.satisfies(program.filter)
+    }
     condition = program.condition
     satisfying = [o for o in kept if condition is not None and o.satisfies(condition)]
     universal = program.quantifier == Quantifier.FORALL
@@ -151,10 +154,9 @@ def _judge(program: Program, bounds: Bounds, engine: str, executions: dict[Outco
         Quantifier.FORALL: not violating,
     }[program.quantifier]
     shown = sort_outcomes(violating if universal else satisfying)
-    races, faults = _flaws(kept)
     witness = kept[shown[0]] if shown else None
-    found = sort_outcomes(kept)
-    return Result(program, bounds, engine, found, kept, allowed, truth, witness, 0.0, races, faults)
+    outcomes, faults = sort_outcomes(kept), sorted(_fault(program, e) for e in found.early)
+    return Result(program, bounds, engine, outcomes, kept, allowed, truth, witness, 0.0, _races(kept), faults)
 
 
 def why_forbidden(result: Result) -> Forbidden | None:
@@ -168,16 +170,18 @@ def why_forbidden(result: Result) -> Forbidden | None:
     return explain(result.program, graphs(result.program, unfolded), condition)
 
 
-def _flaws(executions: dict[Outcome, Execution]) -> tuple[list[str], list[str]]:
-    """Data races, and mbarriers used before their initialisation is known, in the executions at hand."""
-    from .draw import event_text
+def _races(executions: dict[Outcome, Execution]) -> list[str]:
+    """The data races in these executions."""
+    found = {
+        tuple(sorted((event_text(x.graph, a), event_text(x.graph, b))))
+        for x in executions.values()
+        for a, b in axioms.data_races(x.graph, x.causality)
+    }
+    return [" / ".join(pair) for pair in sorted(found)]
 
-    races, faults = set(), set()
-    for x in executions.values():
-        g = x.graph
-        for a, b in axioms.data_races(g, x.causality):
-            races.add(" / ".join(sorted((event_text(g, a), event_text(g, b)))))
-        base = axioms.base_causality_order(g, x.order)
-        for i, use in axioms.unpublished_mbarriers(g, base):
-            faults.add(f"{event_text(g, use)} may come before {event_text(g, i)}")
-    return sorted(races), sorted(faults)
+
+def _fault(program: Program, early: EarlyUse) -> str:
+    def text(thread: int, instruction: Instruction | None) -> str:
+        return f"{program.threads[thread].name} {instruction_text(instruction) if instruction else ''}"
+
+    return f"{text(early.thread, early.use)} may come before {text(early.init_thread, early.init)}"

@@ -227,7 +227,10 @@ def _report(result: Result, shown: Execution | None, broken: Broken) -> str:
     lines += [f"  {o}" for o in result.outcomes[:_SHOWN]]
     if len(result.outcomes) > _SHOWN:
         lines.append(f"  ... and {len(result.outcomes) - _SHOWN} more (--format json lists all)")
-    for title, items in (("undefined", result.faults), ("data races in allowed executions", result.races)):
+    for title, items in (
+        ("undefined", result.faults),
+        ("data races (in one execution of each outcome)", result.races),
+    ):
         if items:
             lines += [f"{title}:", *(f"  {item}" for item in items)]
     if shown is None and program.condition is not None and not result.allowed:

@@ -13,7 +13,7 @@ from itertools import product
 
 from . import axioms
 from .events import ReadOf, evaluate
-from .execution import Execution, Outcome, value_of
+from .execution import Behaviour, EarlyUse, Execution, Outcome, value_of
 from .frames import Frame, frames
 from .graph import Graph
 from .program import COMPARISONS, Program, Variable
@@ -37,9 +37,9 @@ class Budget:
             raise BudgetExceeded
 
 
-def outcomes(program: Program, graphs: Iterator[Graph], budget: Budget) -> dict[Outcome, Execution]:
-    """Every allowed outcome of `program`, each with one execution that shows it."""
-    found: dict[Outcome, Execution] = {}
+def behaviour(program: Program, graphs: Iterator[Graph], budget: Budget) -> Behaviour:
+    """What `program` may do."""
+    found = Behaviour()
     for graph in graphs:
         for frame in frames(graph):
             _Search(program, graph, frame, found, budget).run()
@@ -51,7 +51,7 @@ class _Search:
     program: Program
     graph: Graph
     frame: Frame
-    found: dict[Outcome, Execution]
+    found: Behaviour
     budget: Budget
     reads_from: dict[int, int] = field(default_factory=dict)
 
@@ -59,6 +59,8 @@ class _Search:
         self.memory = [v for v in self.program.observed if v.thread is None]
         self.registers = [v for v in self.program.observed if v.thread is not None]
         self.names = {t.name: i for i, t in enumerate(self.program.threads)}
+        base = axioms.base_causality_order(self.graph, self.frame.order)
+        self.early = axioms.unpublished_mbarriers(self.graph, base)
         self.constraints = [c for p in self.graph.paths for c in p.constraints]
         if axioms.phase_order(self.frame, self.frame.order) and self._consistent():
             self._choose(0)
@@ -68,11 +70,14 @@ class _Search:
     def _value_of(self, read: ReadOf) -> int | None:
         return value_of(self.graph, self.frame, self.reads_from, read)
 
-    def _consistent(self) -> bool:
-        """False when a branch condition is known and came out otherwise."""
+    def _consistent(self, decided: bool = False) -> bool:
+        """False when a branch condition came out otherwise, or, if all should be `decided`, is still open."""
         for c in self.constraints:
             a, b = evaluate(c.a, self._value_of), evaluate(c.b, self._value_of)
-            if a is not None and b is not None and COMPARISONS[c.comparison](a, b) != c.truth:
+            if a is None or b is None:
+                if decided:
+                    return False
+            elif COMPARISONS[c.comparison](a, b) != c.truth:
                 return False
         return True
 
@@ -83,6 +88,8 @@ class _Search:
         if k == len(self.graph.reads):
             self._complete()
             return
+        if self._is_known():
+            return
         read = self.graph.reads[k]
         for write in self.graph.candidates[read]:
             self.budget.step()
@@ -90,6 +97,21 @@ class _Search:
             if self._consistent() and axioms.no_thin_air(self.graph, self.reads_from) and self._possible():
                 self._choose(k + 1)
             del self.reads_from[read]
+
+    def _registers(self) -> dict[Variable, int | None] | None:
+        """Final values of the observed registers, None for one that is never loaded; None if some are still open."""
+        out: dict[Variable, int | None] = {}
+        for v in self.registers:
+            value = self.graph.paths[self.names[v.thread or ""]].registers.get(v.name, 0)
+            out[v] = None if value is None else evaluate(value, self._value_of)
+            if value is not None and out[v] is None:
+                return None
+        return out
+
+    def _is_known(self) -> bool:
+        """True when whatever comes has an outcome that was found before, and nothing else of interest."""
+        registers = None if self.memory or self.early else self._registers()
+        return registers is not None and Outcome.of(registers) in self.found.executions
 
     def _closed(self) -> tuple[Relation, Relation]:
         """Observation order, and the closure of program order and synchronization, as far as known."""
@@ -121,8 +143,8 @@ class _Search:
 
     def _complete(self) -> None:
         """All reads have a write: order fences, then writes."""
-        registers = self._final_registers()
-        if registers is None or (not self.memory and Outcome.of(registers) in self.found):
+        registers = self._registers()
+        if registers is None or self._is_known() or not self._consistent(decided=True):
             return
         observation, closed = self._closed()
         for ordered in orders(closed, self.graph.fence_sc_pairs):
@@ -134,7 +156,7 @@ class _Search:
                 if self._holds(base, causality, coherence):
                     self._record(registers, ordered, causality, coherence)
                     if not self.memory:
-                        return
+                        break
 
     def _holds(self, base: Relation, causality: Relation, coherence: Relation) -> bool:
         g, rf = self.graph, self.reads_from
@@ -146,18 +168,6 @@ class _Search:
             and axioms.sc_per_location(g, rf, coherence)
         )
 
-    def _final_registers(self) -> dict[Variable, int | None] | None:
-        """Values of the observed registers; None when a branch condition does not hold after all."""
-        out: dict[Variable, int | None] = {}
-        for c in self.constraints:
-            a, b = evaluate(c.a, self._value_of), evaluate(c.b, self._value_of)
-            if a is None or b is None or COMPARISONS[c.comparison](a, b) != c.truth:
-                return None
-        for v in self.registers:
-            value = self.graph.paths[self.names[v.thread or ""]].registers.get(v.name, 0)
-            out[v] = None if value is None else evaluate(value, self._value_of)
-        return out
-
     def _record(
         self,
         registers: dict[Variable, int | None],
@@ -165,6 +175,8 @@ class _Search:
         causality: Relation,
         coherence: Relation,
     ) -> None:
+        base = axioms.base_causality_order(self.graph, closed)
+        self.found.early |= {EarlyUse.of(self.graph, i, u) for i, u in self.early if not base[i] >> u & 1}
         finals = [
             final_writes(self.graph, self.program.address(v.name).physical, coherence) for v in self.memory
         ]
@@ -173,8 +185,8 @@ class _Search:
             for v, w in zip(self.memory, last, strict=True):
                 state[v] = evaluate(self.graph.events[w].value, self._value_of)
             outcome = Outcome.of(state)
-            if outcome not in self.found:
-                self.found[outcome] = Execution(
+            if outcome not in self.found.executions:
+                self.found.executions[outcome] = Execution(
                     self.graph, self.frame, dict(self.reads_from), closed, causality, coherence, outcome
                 )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import axioms
 from .events import Kind, ReadOf, evaluate
 from .frames import Frame
 from .graph import Graph
-from .program import Condition, Variable, holds
+from .program import Condition, Instruction, Variable, holds
 from .relation import Relation, pairs
 
 
@@ -79,6 +79,30 @@ class Execution:
             (g.completions, "completion"),
         ):
             yield from ((a, b, why) for a, b in pairs(relation))
+
+
+@dataclass(frozen=True)
+class EarlyUse:
+    """An mbarrier instruction that nothing orders after the initialisation of its object."""
+
+    thread: int
+    use: Instruction | None
+    init_thread: int
+    init: Instruction | None
+
+    @classmethod
+    def of(cls, g: Graph, init: int, use: int) -> EarlyUse:
+        a, b = g.events[init], g.events[use]
+        return cls(b.thread, b.source, a.thread, a.source)
+
+
+@dataclass
+class Behaviour:
+    """What an engine finds: every allowed outcome with one execution that shows it, and every use of an mbarrier
+    that may come before its initialisation, in any execution."""
+
+    executions: dict[Outcome, Execution] = field(default_factory=dict)
+    early: set[EarlyUse] = field(default_factory=set)
 
 
 def value_of(

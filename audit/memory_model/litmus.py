@@ -64,7 +64,7 @@ class LitmusError(ModelError):
     """A text that is not of the dialect; the message says where."""
 
 
-_COMMENT = re.compile(r"\(\*.*?\*\)|//[^\n]*|<<.*?>>", re.DOTALL)
+_COMMENT = re.compile(r"\(\*.*?\*\)|<<.*?>>", re.DOTALL)
 _TAIL = re.compile(r"(?:^|;)\s*((?:locations|filter|exists|forall|final)\b|(?:~|not\b)\s*exists\b)")
 _NUMBER = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|\d+)\Z")
 _NAME = re.compile(r"[A-Za-z_$][\w$.]*\Z")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .events import Apply, Kind, ReadOf, Value
-from .execution import Execution, Outcome
+from .execution import Behaviour, EarlyUse, Execution, Outcome
 from .frames import Frame, frames
 from .graph import Graph
 from .program import ModelError, Program, Proxy, Scope, Variable
@@ -33,15 +33,17 @@ def available() -> bool:
     return z3 is not None
 
 
-def outcomes(program: Program, graphs: Iterable[Graph]) -> dict[Outcome, Execution]:
-    """Every allowed outcome of `program`, each with one execution. Raises ModelError without z3 or on a timeout."""
+def behaviour(program: Program, graphs: Iterable[Graph]) -> Behaviour:
+    """What `program` may do. Raises ModelError without z3 or on a timeout."""
     if z3 is None:
         raise ModelError("the solver needs z3 (pip install z3-solver), or use --engine enumerate")
-    found: dict[Outcome, Execution] = {}
+    found = Behaviour()
     for graph in graphs:
         for frame in frames(graph):
-            for execution in _Encoding(program, graph, frame).solve(found):
-                found[execution.outcome] = execution
+            encoding = _Encoding(program, graph, frame)
+            found.early |= set(encoding.early_uses())
+            for execution in encoding.solve(found.executions):
+                found.executions[execution.outcome] = execution
     return found
 
 
@@ -328,16 +330,28 @@ class _Encoding:
         self._add(_any(options))
         return value
 
+    def early_uses(self) -> Iterator[EarlyUse]:
+        """Uses of an mbarrier that some execution does not order after its initialisation."""
+        for i in self.g.of_kind(Kind.MBARRIER_INIT):
+            for u in self.g.of_kind(Kind.MBARRIER_UPDATE, Kind.MBARRIER_WAIT):
+                if self.g.events[u].address == self.g.events[i].address:
+                    self.solver.push()
+                    self._add(_not(self._before(i, u)))
+                    if self._satisfiable():
+                        yield EarlyUse.of(self.g, i, u)
+                    self.solver.pop()
+
+    def _satisfiable(self) -> bool:
+        answer = self.solver.check()
+        if answer == z3.unknown:
+            raise ModelError(f"the solver gave up: {self.solver.reason_unknown()}")
+        return bool(answer == z3.sat)
+
     def solve(self, known: dict[Outcome, Execution]) -> Iterator[Execution]:
         """Executions with outcomes that are not known yet, one for each."""
         for outcome in known:
             self._exclude(outcome)
-        while True:
-            answer = self.solver.check()
-            if answer == z3.unknown:
-                raise ModelError(f"the solver gave up: {self.solver.reason_unknown()}")
-            if answer == z3.unsat:
-                return
+        while self._satisfiable():
             execution = self._execution(self.solver.model())
             yield execution
             self._exclude(execution.outcome)

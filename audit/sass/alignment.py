@@ -43,10 +43,15 @@ class Alignment:
 
 
 def align(
-    ptx: Sequence[Mark], sass: Sequence[Mark], ptx_graph: EventGraph, sass_graph: EventGraph
+    ptx: Sequence[Mark],
+    sass: Sequence[Mark],
+    ptx_graph: EventGraph,
+    sass_graph: EventGraph,
+    loops: Sequence[frozenset[int]],
 ) -> Alignment:
-    """Match the events of two programs by their structure."""
-    found = _align_sync(ptx, sass, ptx_graph, sass_graph)
+    """Match the events of two programs by their structure. `loops[n]` names the loops around PTX event n."""
+    found = align_sync(ptx, sass, ptx_graph, sass_graph, [-1] * len(sass))
+    found.left_out = _left_out(ptx, found.origin, ptx_graph, sass_graph, loops)
     _share_accesses(ptx, sass, ptx_graph, sass_graph, found)
     return found
 
@@ -54,9 +59,14 @@ def align(
 # -- synchronisation ----------------------------------------------------------------------------------------
 
 
-def _align_sync(
-    ptx: Sequence[Mark], sass: Sequence[Mark], ptx_graph: EventGraph, sass_graph: EventGraph
+def align_sync(
+    ptx: Sequence[Mark],
+    sass: Sequence[Mark],
+    ptx_graph: EventGraph,
+    sass_graph: EventGraph,
+    fixed: Sequence[int],
 ) -> Alignment:
+    """Match the synchronisation alone. `fixed` holds the PTX event of each SASS event that is known, -1 elsewhere."""
     p_event, s_event = ptx_graph.event, sass_graph.event
     p_next = _next(ptx_graph, [not m.is_access for m in ptx])
     s_next = _next(sass_graph, [not m.is_access for m in sass])
@@ -64,6 +74,7 @@ def _align_sync(
     cost: dict[_Pair, int] = {start: 0}
     best: dict[int, int] = {}  # SASS node -> least cost of any pair with it
     edges: dict[_Pair, list[tuple[_Pair, int]]] = {}
+    ahead_of: dict[int, dict[int, int]] = {}
     heap = [(0, start)]
     while heap:
         c, pair = heapq.heappop(heap)
@@ -71,15 +82,17 @@ def _align_sync(
         if pair in edges or c > best.setdefault(s, c) + _SLACK:
             continue
         edges[pair] = out = []
-        ahead = _ahead(p, p_next, p_event, ptx)
+        if p not in ahead_of:
+            ahead_of[p] = _ahead(p, p_next, p_event, ptx)
+        ahead = ahead_of[p]
         for t in s_next(s):
             if t == 1:
                 out.append((_END, 0 if 1 in p_next(p) else _SKIP))
                 continue
-            mark = sass[s_event[t]]
+            mark, known = sass[s_event[t]], fixed[s_event[t]]
             out.append(((t, p, False), _EXTRA))
             for q, skipped in ahead.items():
-                if accepts(ptx[p_event[q]], mark):
+                if p_event[q] == known or (known < 0 and accepts(ptx[p_event[q]], mark)):
                     out.append(((t, q, True), skipped))
         for to, step in out:
             if c + step < cost.get(to, _FAR):
@@ -104,14 +117,25 @@ def _align_sync(
             found.origin[e] = winners[n % len(winners)]
         if len(winners) > 1:
             found.ambiguous.update(events)
-    found.left_out = _left_out(ptx, found.origin, ptx_graph, sass_graph)
     return found
 
 
 def _left_out(
-    ptx: Sequence[Mark], origin: list[int], ptx_graph: EventGraph, sass_graph: EventGraph
+    ptx: Sequence[Mark],
+    origin: list[int],
+    ptx_graph: EventGraph,
+    sass_graph: EventGraph,
+    loops: Sequence[frozenset[int]],
 ) -> set[int]:
-    """PTX marks without which a step of the machine code, from one matched mark to the next, has no like in PTX."""
+    """PTX marks without which a step of the machine code, from one matched mark to the next, has no like in PTX.
+
+    A loop that is entered may be passed by: where ptxas has unrolled it, some path that no execution takes does so.
+    """
+    inside: dict[int, list[int]] = defaultdict(list)  # loop -> its nodes
+    for n, e in enumerate(ptx_graph.event):
+        if e >= 0:
+            for loop in loops[e]:
+                inside[loop].append(n)
     p_next = _next(ptx_graph, [not m.is_access for m in ptx])
     s_next = _next(sass_graph, [o >= 0 and not ptx[o].is_access for o in origin])
     nodes: dict[int, list[int]] = defaultdict(list)
@@ -128,12 +152,26 @@ def _left_out(
     out: set[int] = set()
     for a, following in steps.items():
         start = [0] if a == -2 else nodes[a]
-        direct = {n for p in start for n in p_next(p)}
-        # Part of a cluster barrier is passed over when its stand-in has been taken for the whole of it.
-        for n in list(direct):
-            e = ptx_graph.event[n]
-            if n != 1 and ptx[e].way_round and ptx[e].kind in _WITHIN_CLUSTER_BARRIER:
-                direct.update(p_next(n))
+        front = [n for p in start for n in p_next(p)]
+        direct: set[int] = set()
+        while front:
+            n = front.pop()
+            if n not in direct:
+                direct.add(n)
+                if n == 1:
+                    continue
+                e = ptx_graph.event[n]
+                mark = ptx[e]
+                for loop in loops[e] - (loops[a] if a >= 0 else frozenset()):
+                    front += [
+                        q
+                        for m in inside[loop]
+                        for q in p_next(m)
+                        if q == 1 or loop not in loops[ptx_graph.event[q]]
+                    ]
+                # Part of a cluster barrier is passed over when its stand-in has been taken for the whole of it.
+                if mark.way_round and mark.kind in _WITHIN_CLUSTER_BARRIER:
+                    front += p_next(n)
         reached = {-3 if n == 1 else ptx_graph.event[n] for n in direct}
         if following - reached:
             out |= reached - following - {-3} or {a}
@@ -234,13 +272,15 @@ def _share_accesses(
     by_kind: dict[str, list[_Supply]] = defaultdict(list)
     for supply in supplies.values():
         by_kind[supply.kind[0]].append(supply)
-    # Each block of the machine code may use what its slot supplies once more: ptxas copies blocks.
+    # Each stretch of the machine code may use what its slot supplies once more: ptxas copies code.
     left: list[int] = []
     used: dict[int, int] = defaultdict(int)
     demand: dict[tuple[_Kind, _Slot, int], list[int]] = defaultdict(list)
+    stretch = 0  # of one block, between two marks
     for e, m in enumerate(sass):
+        stretch += not m.is_access or sass_graph.place.get(e) != sass_graph.place.get(e - 1)
         if m.is_access and e in s_slots:
-            demand[(m.kind, m.classes), s_slots[e], sass_graph.place.get(e, 0)].append(e)
+            demand[(m.kind, m.classes), s_slots[e], stretch].append(e)
     for (kind, slot, _), events in demand.items():
         fitting = [
             s

@@ -26,7 +26,7 @@ from ..ptx.ir import Function, Imm, Instruction, Reg
 from ..ptx.ssa import SSA
 from . import cfg as sass_cfg
 from . import witness
-from .alignment import Alignment, align, alike
+from .alignment import Alignment, align, align_sync, alike
 from .eventgraph import EventGraph, Flow, Order, Step, unfold
 from .parser import SassFunction, SassInstruction
 from .window import excesses
@@ -104,14 +104,18 @@ def conformance(function: Function, sass: SassFunction, arch: str = "", by_line=
     ptx_graph = unfold(_ptx_flow(function, cfg, ptx_events), cfg.exit)
     marks = [e.mark for e in ptx_events]
     around = sass_cfg.without_cluster(graph)
-    if sass.has_ptx_lines and by_line:
+    loops_of = [
+        frozenset(n for n, loop in enumerate(cfg.loops) if b.index in loop.blocks) for b in cfg.blocks
+    ]
+    left_out: set[int] = set()
+    if result.by_line:
         sass_events = _match_by_line(ptx_events, sass, around)
+        sass_graph = unfold(_sass_flow(graph, sass_events), graph.exit)
+        _match_rest(ptx_events, sass_events, ptx_graph, sass_graph)
         helpers = {i.line for i in function.body if i.opcode in ("tcgen05", "tensormap")}
         unexplained = [
             e.ins for e in sass_events if e.mark.is_access and e.origin < 0 and e.ins.ptx_line not in helpers
         ]
-        left_out: set[int] = set()
-        sass_graph = unfold(_sass_flow(graph, sass_events), graph.exit)
     else:
         sass_events = [
             _SassEvent(i, m)
@@ -119,11 +123,12 @@ def conformance(function: Function, sass: SassFunction, arch: str = "", by_line=
             if (m := Mark(around[i.index]) if i.index in around else witness.found(i))
         ]
         sass_graph = unfold(_sass_flow(graph, sass_events), graph.exit)
-        aligned = align(marks, [e.mark for e in sass_events], ptx_graph, sass_graph)
+        loops = [loops_of[e.block] for e in ptx_events]
+        aligned = align(marks, [e.mark for e in sass_events], ptx_graph, sass_graph, loops)
+        left_out, unexplained = aligned.left_out, [sass_events[n].ins for n in aligned.unexplained]
         sass_events = _aligned(ptx_events, sass_events, aligned, around)
         sass_graph = unfold(_sass_flow(graph, sass_events), graph.exit)
-        left_out, unexplained = aligned.left_out, [sass_events[n].ins for n in aligned.unexplained]
-    comparison = _Comparison(ptx_events, sass_events, ptx_graph, sass_graph)
+    comparison = _Comparison(ptx_events, sass_events, ptx_graph, sass_graph, loops_of)
     _missing(result, function, cfg, ptx_events, comparison, sass)
     _report(result, comparison)
     reported = {d.ptx.index for d in result.deviations if d.ptx is not None}
@@ -152,6 +157,9 @@ _HARMLESS = ("MEMBAR", "CCTL", "FENCE", "DEPBAR")
 
 
 _NOTHING = Mark("")
+_BOOKKEEPING_BYTES = (
+    16  # shared memory that one allocation or release of tensor memory touches, per thread at most
+)
 
 
 def _overfull(
@@ -165,6 +173,8 @@ def _overfull(
 ) -> None:
     """Windows between two marks in which the machine code does more than the PTX."""
     counted = [_NOTHING if e.origin < 0 and _is_bookkeeping(function, e.ins) else e.mark for e in sass]
+    allocations = sum(i.opcode == "tcgen05" and i.mods[0] in _BOOKKEEPING for i in function.body)
+    slack = 0 if result.by_line else _BOOKKEEPING_BYTES * allocations
     found = excesses(
         [e.mark for e in ptx],
         counted,
@@ -172,6 +182,7 @@ def _overfull(
         [comparison.letters[e.origin] if e.origin >= 0 else -1 for e in sass],
         ptx_graph,
         sass_graph,
+        slack,
     )
     known = {
         i.index
@@ -226,6 +237,7 @@ def _missing(
     else:
         lines = {events[n].ins.line for n in comparison.copies}
     constants = _Constants(cfg)
+    marked = {e.ins.index for e in events}
 
     def body_of(block: int) -> list[Instruction]:
         return function.body[cfg.blocks[block].start : cfg.blocks[block].end]
@@ -241,15 +253,18 @@ def _missing(
         if e.mark.is_access and "strong" not in e.mark.classes:
             continue
         detail = f"no {e.mark} in the machine code"
-        others = [i for i in body_of(e.block) if i.index != e.ins.index]
-        deciding = [cfg.terminator(b) for b in cfg.predecessors[e.block]]
-        block_remains = (
-            always(e.block)
-            or any(i.line in lines for i in others)
-            or (deciding and all(i is not None and i.line in lines for i in deciding))
-        )
-        if not block_remains or (e.ins.pred and constants.value(e.ins, e.ins.pred[0]) is e.ins.pred[1]):
+        others = [
+            i for i in body_of(e.block) if i.index != e.ins.index and i.opcode not in ("bra", "ret", "exit")
+        ]
+        if result.by_line is False:
+            others = [i for i in others if i.index in marked]
+        traces = any(i.line in lines for i in others)
+        dead = e.ins.pred and constants.value(e.ins, e.ins.pred[0]) is e.ins.pred[1]
+        if dead or (others and not traces and not always(e.block)):
             result.removed.append(e.ins)
+        elif not traces and not always(e.block):
+            why = f"{detail}, and nothing of its block either: removed as never executed, or lost"
+            result.deviations.append(Deviation(Problem.UNDECIDED, why, e.ins, mark=str(e.mark)))
         elif e.ins.pred and not any(i.pred == e.ins.pred and i.line in lines for i in others):
             why = f"{detail}; perhaps its predicate {e.ins.pred[0]} never holds"
             result.deviations.append(Deviation(Problem.UNDECIDED, why, e.ins, mark=str(e.mark)))
@@ -449,7 +464,7 @@ def _match_by_line(ptx: list[_PtxEvent], sass: SassFunction, around: dict[int, s
     for n, e in enumerate(ptx):
         at[e.ins.line].append(n)
     events: list[_SassEvent] = []
-    alike: dict[tuple[int, str], list[_SassEvent]] = defaultdict(list)
+    same: dict[tuple[int, str], list[_SassEvent]] = defaultdict(list)
     for ins in sass.body:
         here = at.get(ins.ptx_line, ())
         mark = witness.found(ins)
@@ -463,18 +478,16 @@ def _match_by_line(ptx: list[_PtxEvent], sass: SassFunction, around: dict[int, s
             event = _SassEvent(ins, mark, fitting[0] if fitting else -1)
             events.append(event)
             if len(fitting) > 1:  # several instructions on one line of text
-                alike[ins.ptx_line, str(mark)].append(event)
+                same[ins.ptx_line, str(mark)].append(event)
                 event.choices = fitting
-    _share_out(ptx, alike)
-    _match_nearby(ptx, events)
-    _match_accesses(ptx, events)
+    _share_out(ptx, same)
     return events
 
 
-def _share_out(ptx: list[_PtxEvent], alike: dict[tuple[int, str], list[_SassEvent]]) -> None:
+def _share_out(ptx: list[_PtxEvent], same: dict[tuple[int, str], list[_SassEvent]]) -> None:
     """Equal marks on one line of PTX text, one after the other as they stand in SASS. When the numbers do not fit,
     they count as one."""
-    for events in alike.values():
+    for events in same.values():
         choices = events[0].choices
         if len(events) % len(choices) == 0:
             for n, event in enumerate(events):
@@ -484,29 +497,44 @@ def _share_out(ptx: list[_PtxEvent], alike: dict[tuple[int, str], list[_SassEven
                 ptx[n].counts_as = choices[0]
 
 
-def _match_accesses(ptx: list[_PtxEvent], sass: list[_SassEvent]) -> None:
-    """Accesses that cannot be what their line says: the nearest like access of the PTX that has none of its own."""
+def _match_rest(
+    ptx: list[_PtxEvent], sass: list[_SassEvent], ptx_graph: EventGraph, sass_graph: EventGraph
+) -> None:
+    """What the lines do not tell. ptxas gives no line to a GMMA, and to the head of a rotated loop that of an operand;
+    such synchronisation is matched by its place between the events that are known. Whatever fits nowhere is taken for
+    the nearest like mark that has nothing: the comparison then shows that it has moved."""
+    unknown = [e for e in sass if e.origin < 0 and not e.mark.is_access]
+    if any(not e.mark.kind.startswith(_HARMLESS) for e in unknown):
+        fixed = [e.origin for e in sass]
+        aligned = align_sync([e.mark for e in ptx], [e.mark for e in sass], ptx_graph, sass_graph, fixed)
+        for event, origin in zip(sass, aligned.origin, strict=True):
+            if event.origin < 0 and not event.mark.is_access:
+                event.origin = origin
     claimed = {e.origin for e in sass}
-    free = [n for n, e in enumerate(ptx) if e.mark.is_access and n not in claimed and e.counts_as < 0]
+    free = [n for n, e in enumerate(ptx) if n not in claimed and e.counts_as < 0]
     for event in sass:
-        if event.origin >= 0 or not event.mark.is_access:
+        if event.origin >= 0:
             continue
+        mark = event.mark
         fitting = [
             n
             for n in free
-            if witness.accepts(ptx[n].mark, event.mark)
-            and alike(ptx[n].mark.classes, event.mark.classes)
-            and (ptx[n].mark.width or 0) <= (event.mark.width or 0)  # narrower ones may have been joined
+            if witness.accepts(ptx[n].mark, mark) and (not mark.is_access or _could_be(ptx[n].mark, mark))
         ]
         if fitting:
             event.origin = min(
                 fitting,
                 key=lambda n: (
-                    ptx[n].mark.width not in (None, event.mark.width),
+                    ptx[n].mark.width not in (None, mark.width),
                     abs(ptx[n].ins.line - event.ins.ptx_line),
                 ),
             )
             free.remove(event.origin)
+
+
+def _could_be(expected: Mark, found: Mark) -> bool:
+    """An access of the same space, of the same width or (ptxas joins accesses) narrower."""
+    return alike(expected.classes, found.classes) and (expected.width or 0) <= (found.width or 0)
 
 
 def _aligned(
@@ -528,28 +556,6 @@ def _aligned(
     return events
 
 
-# ptxas gives an instruction at the head of a rotated loop, or a GMMA, the line of one of its operands.
-_NEARBY = 64
-
-
-def _match_nearby(ptx: list[_PtxEvent], sass: list[_SassEvent]) -> None:
-    """Synchronisation whose line fits nothing: the nearest mark of its kind, one that nothing claims yet if there is."""
-    claimed = {e.origin for e in sass}
-    of_kind: dict[str, list[int]] = defaultdict(list)
-    for n, e in enumerate(ptx):
-        of_kind[e.mark.kind].append(n)
-    for event in sass:
-        if event.origin >= 0 or not event.mark.orders or event.mark.is_access:
-            continue
-        distance = {
-            n: abs(ptx[n].ins.line - event.ins.ptx_line)
-            for n in of_kind[event.mark.kind]
-            if witness.accepts(ptx[n].mark, event.mark)
-        }
-        near = [n for n, d in distance.items() if d <= _NEARBY]
-        event.origin = min(near, key=lambda n: (n in claimed, distance[n]), default=-1)
-
-
 # -- comparison ---------------------------------------------------------------------------------------------
 
 
@@ -557,7 +563,12 @@ class _Comparison:
     """Order of the PTX marks in the two programs, and what differs where it must not."""
 
     def __init__(
-        self, ptx: list[_PtxEvent], sass: list[_SassEvent], ptx_graph: EventGraph, sass_graph: EventGraph
+        self,
+        ptx: list[_PtxEvent],
+        sass: list[_SassEvent],
+        ptx_graph: EventGraph,
+        sass_graph: EventGraph,
+        loops_of: list[frozenset[int]],
     ) -> None:
         self.ptx = ptx
         self.copies: dict[int, list[SassInstruction]] = defaultdict(list)
@@ -571,6 +582,7 @@ class _Comparison:
         self.s = Order(sass_graph, [origin[e] if e >= 0 else -1 for e in sass_graph.event], count)
         self.present = [n for n in range(count) if self.p.exists(n) and self.s.exists(n)]
         marks = [e.mark for e in ptx]
+        self.everything = self._set(self.present)
         self.pure = self._set(n for n in self.present if not marks[n].is_access)
         # By class of access: the marks that keep it after them, and before them.
         classes = {c for m in marks for c in m.classes}
@@ -580,6 +592,16 @@ class _Comparison:
         self.keeps_before = {
             c: self._set(n for n in self.present if c in marks[n].keeps_before) for c in classes
         }
+        self.accesses = {c: self._set(n for n in self.present if c in marks[n].classes) for c in classes}
+        # avoidable[x]: marks that lie in a loop of the PTX in which x does not lie.
+        members: dict[frozenset[int], int] = defaultdict(int)
+        for n in self.present:
+            members[loops_of[ptx[n].block]] |= 1 << n
+        outside = {
+            here: self._set(n for other, m in members.items() if other - here for n in _bits(m))
+            for here in members
+        }
+        self.avoidable = [outside.get(loops_of[e.block], 0) for e in ptx]
         # Pure synchronisation keeps its order against all other that touches the same spaces.
         spaces = {t for m in marks for t in m.touches}
         touching = {
@@ -611,22 +633,29 @@ class _Comparison:
     def violations(self) -> Iterator[tuple[int, int, Problem]]:
         """Triples (x, g, problem): x stands on the wrong side of g on some path of the machine code."""
         p, s = self.p, self.s
-        guards = {x: self.guards(x) for x in self.present}
-        for x, (after, before) in guards.items():
-            up = after & ((p.before[x] & ~s.before[x]) | (s.reaches[x] & ~p.reaches[x]))
-            down = before & ((p.after[x] & ~s.after[x]) | (s.reached_by[x] & ~p.reached_by[x]))
+        always_first = self._transpose(s.before)  # [x]: what never comes before the first x
+        always_last = self._transpose(s.after)
+        for x in self.present:
+            after, before = self.guards(x)
+            # A loop that ptxas has unrolled can be passed by on a path that no execution takes, because the test of the
+            # trip count is repeated. For marks of such a loop the order itself must be the other way round.
+            up = p.before[x] & ~s.before[x] & (~self.avoidable[x] | always_first[x])
+            down = p.after[x] & ~s.after[x] & (~self.avoidable[x] | always_last[x])
+            up = after & (up | (s.reaches[x] & ~p.reaches[x]))
+            down = before & (down | (s.reached_by[x] & ~p.reached_by[x]))
             for g in _bits(up):
                 yield x, g, Problem.MOVED_UP
             for g in _bits(down):
                 yield x, g, Problem.MOVED_DOWN
         # What is written is not optional: if it always came before g, it still must.
         lasting = self._set(x for x in self.present if self._lasts(x))
-        kept_after = self._transposed(guards, 0)
-        kept_before = self._transposed(guards, 1)
+        kept_after = {g: self._kept(g, self.ptx[g].mark.keeps_after) for g in self.present}
+        kept_before = {g: self._kept(g, self.ptx[g].mark.keeps_before) for g in self.present}
         for g in self.present:
-            for x in _bits(kept_before[g] & lasting & p.before[g] & ~s.before[g]):
+            firm = lasting & ~self.avoidable[g]
+            for x in _bits(kept_before[g] & firm & p.before[g] & ~s.before[g]):
                 yield x, g, Problem.MOVED_DOWN
-            for x in _bits(kept_after[g] & lasting & p.after[g] & ~s.after[g]):
+            for x in _bits(kept_after[g] & firm & p.after[g] & ~s.after[g]):
                 yield x, g, Problem.MOVED_UP
             if p.reaches[g] >> g & 1 and (kept_after[g] | kept_before[g]):
                 # In a loop: between two rounds of x there was always a g.
@@ -635,12 +664,19 @@ class _Comparison:
                     if p.reaches[x] >> x & 1 and not self._split(x):
                         yield x, g, Problem.MOVED_UP if kept_after[g] >> x & 1 else Problem.MOVED_DOWN
 
-    def _transposed(self, guards: dict[int, tuple[int, int]], side: int) -> dict[int, int]:
+    def _transpose(self, sets: list[int]) -> dict[int, int]:
         out = dict.fromkeys(self.present, 0)
-        for x, sides in guards.items():
-            for g in _bits(sides[side]):
-                out[g] |= 1 << x
+        for x in self.present:
+            for y in _bits(sets[x] & self.everything):
+                out[y] |= 1 << x
         return out
+
+    def _kept(self, g: int, classes: frozenset[str]) -> int:
+        """What `g` holds on one side of itself: accesses of `classes`, and synchronisation that it is related to."""
+        out = self.related[g] if not self.ptx[g].mark.is_access else 0
+        for c in classes:
+            out |= self.accesses.get(c, 0)
+        return out & ~(1 << g)
 
     def _lasts(self, x: int) -> bool:
         mark = self.ptx[x].mark

@@ -75,8 +75,29 @@ def unfold(blocks: list[Flow], exit_block: int) -> EventGraph:
         graph = _unfold(blocks, exit_block, watched, [frozenset[str]()] * len(blocks), 1 << 62)
         assert graph is not None
         graph.correlated = False
+    _shorten(graph)
     graph.place = {s.event: n for n, b in enumerate(blocks) for s in b.steps if s.event >= 0}
     return graph
+
+
+def _shorten(graph: EventGraph) -> None:
+    """Take out nodes without an event that lead to one node only."""
+    target = list(range(len(graph.event)))
+    for n, out in enumerate(graph.successors):
+        if n > 1 and graph.event[n] < 0 and len(out) == 1 and out[0] != n:
+            target[n] = out[0]
+
+    def final(n: int) -> int:
+        path = []
+        while target[n] != n and len(path) <= len(target):
+            path.append(n)
+            n = target[n]
+        for m in path:
+            target[m] = n
+        return n
+
+    for n, out in enumerate(graph.successors):
+        graph.successors[n] = list(dict.fromkeys(final(s) for s in out))
 
 
 def _watched(blocks: list[Flow]) -> frozenset[str]:

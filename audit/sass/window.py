@@ -9,7 +9,6 @@ line table of a listing cannot be believed.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,9 +38,10 @@ def excesses(
     origin: Sequence[int],
     ptx_graph: EventGraph,
     sass_graph: EventGraph,
+    slack: int = 0,
 ) -> Iterator[Excess]:
     """Windows through which SASS can move more than PTX. `letters` and `origin` name the PTX event that each event of
-    PTX and SASS counts as (-1 for none)."""
+    PTX and SASS counts as (-1 for none); `slack` bytes of shared memory are not counted."""
     for access in sorted({(m.kind, c) for m in sass for c in m.classes if m.is_access and c != "strong"}):
         kind, name = access
         opens = {n for n, m in enumerate(ptx) if name in m.keeps_before}
@@ -53,9 +53,12 @@ def excesses(
             _bytes(m, access, 4) if len(m.classes - {"strong"}) == 1 or kind == "atomic" else 0 for m in sass
         ]
         allowed = _windows(ptx_graph, letters, p_bytes, opens, closes)
-        for window, (most, events) in _windows(sass_graph, origin, s_bytes, opens, closes).items():
-            if window in allowed and allowed[window][0] < most < UNBOUNDED:
-                yield Excess(access, *window, most, allowed[window][0], tuple(events))
+        found = _windows(sass_graph, origin, s_bytes, opens, closes)
+        for window, most in found.items():
+            spare = slack if name.startswith("shared") else 0
+            if window in allowed and allowed[window] + spare < most < UNBOUNDED:
+                inside = _accesses(sass_graph, origin, s_bytes, opens, window)
+                yield Excess(access, *window, most, allowed[window], inside)
 
 
 def _bytes(mark: Mark, access: tuple[str, str], unknown: int) -> int:
@@ -66,52 +69,53 @@ def _bytes(mark: Mark, access: tuple[str, str], unknown: int) -> int:
 
 def _windows(
     graph: EventGraph, origin: Sequence[int], size: Sequence[int], opens: set[int], closes: set[int]
-) -> dict[tuple[int, int], tuple[int, list[int]]]:
-    """Per window, as (opening event, closing event), the most bytes on a path and the accesses that may lie on one."""
+) -> dict[tuple[int, int], int]:
+    """Per window, as (opening event, closing event), the most bytes on a path."""
     event = graph.event
-
-    def mark(n: int) -> int:
-        return origin[event[n]] if event[n] >= 0 else -1
-
-    def ends(n: int) -> bool:
-        return mark(n) in opens
-
-    loops = cyclic(graph.successors, graph.order, ends)
+    mark = [origin[e] if e >= 0 else -1 for e in event]
+    opening = [m in opens for m in mark]
+    loops = cyclic(graph.successors, graph.order, opening.__getitem__)
     rank = {n: i for i, n in enumerate(graph.order)}
-    out: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    out: dict[tuple[int, int], int] = {}
     for start in graph.order:
-        if start != 0 and mark(start) not in opens:
+        if start != 0 and not opening[start]:
             continue
-        inside = _inside(graph, start, ends)
+        opened = mark[start] if start else -1
+        inside = _inside(graph, start, opening)
         most = {start: 0}
-        closing: dict[int, int] = {}
-        # Within a loop that passes no mark the bytes have no bound; elsewhere the order is that of a DAG.
-        for n in sorted(inside, key=lambda n: -1 if n == start else rank[n]):
+        # Within a loop that passes no opening mark the bytes have no bound; elsewhere the order is that of a DAG.
+        for n in (start, *sorted(inside - {start}, key=rank.__getitem__)):
             if n not in most:
                 continue
             here = most[n]
             if n != start and event[n] >= 0 and size[event[n]]:
                 here = UNBOUNDED if n in loops else min(UNBOUNDED, here + size[event[n]])
             for s in graph.successors[n]:
-                if mark(s) in closes:
-                    closing[mark(s)] = max(closing.get(mark(s), 0), here)
+                if mark[s] in closes:
+                    out[opened, mark[s]] = max(out.get((opened, mark[s]), 0), here)
                 if s in inside and s != start:
                     most[s] = max(most.get(s, 0), here)
-        for close, value in closing.items():
-            key = (mark(start) if start else -1, close)
-            old, events = out.get(key, (0, []))
-            fresh = sorted({event[n] for n in inside if event[n] >= 0 and size[event[n]]} - set(events))
-            out[key] = (max(old, value), events + fresh)
     return out
 
 
-def _inside(graph: EventGraph, start: int, ends) -> set[int]:  # noqa: ANN001
+def _inside(graph: EventGraph, start: int, opening: Sequence[bool]) -> set[int]:
     """Nodes that can be reached from `start` without passing a mark that opens a window."""
     seen = {start}
     stack = [start]
     while stack:
         for s in graph.successors[stack.pop()]:
-            if s not in seen and s != 1 and not ends(s):
+            if s not in seen and s != 1 and not opening[s]:
                 seen.add(s)
                 stack.append(s)
     return seen
+
+
+def _accesses(
+    graph: EventGraph, origin: Sequence[int], size: Sequence[int], opens: set[int], window: tuple[int, int]
+) -> tuple[int, ...]:
+    """The accesses that may be executed after the window's opening and before another one opens."""
+    mark = [origin[e] if e >= 0 else -1 for e in graph.event]
+    opening = [m in opens for m in mark]
+    starts = [n for n in graph.order if (n == 0 if window[0] < 0 else mark[n] == window[0])]
+    inside = {n for start in starts for n in _inside(graph, start, opening)}
+    return tuple(sorted({graph.event[n] for n in inside if graph.event[n] >= 0 and size[graph.event[n]]}))

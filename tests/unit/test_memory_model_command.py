@@ -230,7 +230,7 @@ def test_a_witness_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, CORPUS / "MP+weak.litmus")
     assert code == ExitCode.CLEAN
     assert "an execution:" in out and "breaks" not in out
-    assert "data races in allowed executions:" in out
+    assert "data races (in one execution of each outcome):" in out
     assert "init x -> " in out
 
 
