@@ -115,7 +115,10 @@ def main() -> None:
         for name, function in work.items():
             times[name].append(seconds(function, text))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"{sizes[-1]:>8} " + " ".join(f"{times[n][-1]:>10.2f}" for n in work) + f" {peak:>11.0f}", flush=True)
+        print(
+            f"{sizes[-1]:>8} " + " ".join(f"{times[n][-1]:>10.2f}" for n in work) + f" {peak:>11.0f}",
+            flush=True,
+        )
     if len(sizes) > 1:
         print("exponent " + " ".join(f"{exponent(sizes, times[n]):>10.2f}" for n in work))
 

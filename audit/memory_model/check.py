@@ -54,7 +54,8 @@ class Bounds:
 class Result:
     """`allowed`: some execution ends in a state that satisfies the condition. `holds`: the quantified condition is
     true. `races` are those of one execution per outcome; `faults` are uses of an mbarrier that some execution does
-    not order after its initialisation. `witness` shows an execution that satisfies the condition (or, for `forall`, violates it), if there is one.
+    not order after its initialisation. `witness` shows an execution that satisfies the condition (or, for `forall`,
+    violates it), if there is one.
     """
 
     program: Program

@@ -232,10 +232,9 @@ def _missing(
     sass: SassFunction,
 ) -> None:
     """Marks without any SASS instruction, unless ptxas has removed the whole block as never executed."""
-    if result.by_line:
-        lines = {i.ptx_line for i in sass.body}
-    else:
-        lines = {events[n].ins.line for n in comparison.copies}
+    lines = (
+        {i.ptx_line for i in sass.body} if result.by_line else {events[n].ins.line for n in comparison.copies}
+    )
     constants = _Constants(cfg)
     marked = {e.ins.index for e in events}
 
@@ -717,10 +716,7 @@ def _deviation(c: _Comparison, culprit: int, pairs: set[tuple[int, int, Problem]
     e = c.ptx[culprit]
     others = sorted({g if x == culprit else x for x, g, _ in pairs})
     problems = {problem if x == culprit else _OTHER_SIDE[problem] for x, _, problem in pairs}
-    if len(problems) == 1:
-        problem = problems.pop()
-    else:
-        problem = Problem.DROPPED
+    problem = problems.pop() if len(problems) == 1 else Problem.DROPPED
     named = ", ".join(f"`{c.ptx[o].ins.name}` (line {c.ptx[o].ins.line})" for o in others[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     detail = f"on some path of the machine code it stands on the wrong side of {named}{more}"

@@ -5,8 +5,8 @@ events; it is built alike for PTX and for SASS. Predicates are followed: `@P0 fe
 P0 both happen or neither does, so each block is unfolded by the predicates that decide events and branches later on.
 
 Two programs are compared pair by pair. Project every execution onto two events X and Y: the sequence over {X, Y} that
-remains is what a reordering changes (words of a trace agree iff their projections on all dependent pairs do; Mazurkiewicz
-1977). Of these sequences :class:`Order` holds which letters may stand first, last and next to each other.
+remains is what a reordering changes (words of a trace agree iff their projections on all dependent pairs do;
+Mazurkiewicz 1977). Of these sequences :class:`Order` holds which letters may stand first, last and next to each other.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How many bytes a thread can move between two marks.
 
 A window for one class of access opens at a mark that keeps such accesses from sinking below it (or at the entry) and
-closes at any mark after it that keeps them from rising above it, up to the next that opens one. Nothing of the class may enter a window from outside, and
-copying code adds nothing to any single path; so the most bytes that a path through a window moves in SASS cannot
-exceed what the PTX moves there. It is the check that holds when single accesses cannot be told apart, and when the
-line table of a listing cannot be believed.
+closes at any mark after it that keeps them from rising above it, up to the next that opens one. Nothing of the class
+may enter a window from outside, and copying code adds nothing to any single path; so the most bytes that a path
+through a window moves in SASS cannot exceed what the PTX moves there. It is the check that holds when single accesses
+cannot be told apart, and when the line table of a listing cannot be believed.
 """
 
 from __future__ import annotations
